@@ -1,0 +1,1 @@
+"""Distil a domain draft model for speculative decoding, and prove that it pays."""

@@ -1,0 +1,1 @@
+"""One heavy dependency per module, imported where it is used."""

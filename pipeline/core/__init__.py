@@ -1,0 +1,1 @@
+"""Decoding, distillation, metrics and gates on torch, transformers and numpy alone."""

@@ -1,0 +1,77 @@
+"""The frame that every stage shares: typed config, places of files, quiet logs, one-line errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from pipeline.core.errors import PipelineError
+
+PROJECT_ROOT = Path(__file__).resolve().parent.parent
+CONF_DIR = str(PROJECT_ROOT / "conf")
+
+ConfigT = TypeVar("ConfigT")
+
+
+def input_path(relative: str) -> Path:
+    """A file of the project, whatever the working directory is."""
+    return PROJECT_ROOT / relative
+
+
+def output_path(relative: str) -> Path:
+    """Where a stage writes: the project, or the job's own folder under a Hydra multirun."""
+    if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        return Path(HydraConfig.get().runtime.output_dir) / relative
+    return PROJECT_ROOT / relative
+
+
+def cache_path(stage: str, key: str) -> Path:
+    """The git-ignored folder for resumable state of `stage`, one per `key` (a fingerprint of all it depends on)."""
+    return PROJECT_ROOT / ".cache" / stage / key
+
+
+def typed_config(cfg: DictConfig, schema: type[ConfigT]) -> ConfigT:
+    """Check `cfg` against the fields of `schema` and return a plain dataclass.
+
+    Groups that `schema` does not name are left out; inside a group an unknown key or a wrong type is an error.
+    """
+    OmegaConf.resolve(cfg)
+    names = [field.name for field in dataclasses.fields(schema)]
+    missing = [name for name in names if name not in cfg]
+    if missing:
+        raise PipelineError(
+            f"The configuration lacks {', '.join(missing)}.", "run `make params` to compose params.yaml anew."
+        )
+    try:
+        return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.masked_copy(cfg, names)))
+    except (OmegaConfBaseException, ValueError) as error:
+        line = str(error).strip().splitlines()[0]
+        key = getattr(error, "full_key", None)
+        where = f" at `{key}`" if key else ""
+        raise PipelineError(f"Invalid configuration{where}: {line}", "correct the override or the file in conf/.") from None
+
+
+def write_effective_config(directory: Path, config: Any) -> None:
+    """Write the config that a stage ran with as `config.yaml` into its artifact."""
+    (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConfig) -> None:
+    """Run a stage from its `@hydra.main`: type the config, end a user's error in one line and exit code 1."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        run(typed_config(cfg, schema))
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
