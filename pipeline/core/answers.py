@@ -1,0 +1,40 @@
+"""The target's answers with its probabilities: what crosses from generation to distillation, as ids and arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass
+class Answer:
+    """One answered prompt.
+
+    prompt_ids [prompt tokens] and answer_ids [n] int32; logprobs [n] float32, the target's log-probability of each answer
+    token; top_ids [n, top] int32 and top_logprobs [n, top] float32, most probable first. Log-probabilities are
+    log-softmax of the raw logits at temperature 1 over real token ids.
+    """
+
+    prompt_id: str
+    domain: str
+    task: str
+    cluster: str
+    prompt_ids: np.ndarray
+    answer_ids: np.ndarray
+    finish_reason: str
+    temperature: float
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    def __post_init__(self) -> None:
+        length = len(self.answer_ids)
+        if len(self.logprobs) != length or self.top_ids.shape != self.top_logprobs.shape or len(self.top_ids) != length:
+            raise ValueError(f"{self.prompt_id}: log-probabilities are not aligned with the answer ids")
+
+
+def is_looping(answer_ids: np.ndarray, ngram: int = 4, share: float = 0.5) -> bool:
+    """Whether more than `share` of the answer's n-grams have occurred in it before: the text repeats itself."""
+    grams = [tuple(answer_ids[i : i + ngram]) for i in range(len(answer_ids) - ngram + 1)]
+    return len(grams) > 0 and 1 - len(set(grams)) / len(grams) > share

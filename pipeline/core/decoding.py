@@ -1,0 +1,391 @@
+"""Speculative decoding: one loop for plain and speculative, greedy and sampled, one row and many.
+
+A round feeds the target the last committed token and the k drafted ones, keeps the leading run that verification allows
+and adds one token of the target's own (Leviathan et al., 2023). Plain decoding is the same round with nothing drafted.
+Prompts in flight occupy slots 0 .. n - 1 of the caches; when a row ends, the last row moves into its slot and a waiting
+prompt takes the freed one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import resource
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from pipeline.core.cache import CachedModel
+from pipeline.core.drafters import Drafter, ModelDrafter, head_size, pad_right
+from pipeline.core.sampling import Proposal, Sampling, row_seed, verify
+
+PREFILL_ROWS = 8  # prompts of one prefill pass
+PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """What to decode and how."""
+
+    draft_length: int  # k, tokens drafted in a round; without a drafter it has no effect
+    max_new_tokens: int
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    eos_token_ids: tuple[int, ...] = ()  # a row ends with any of these
+    stop: tuple[str, ...] = ()  # a row ends when its text contains one of these; needs the tokenizer
+    allowed_token_ids: Sequence[int] | None = None  # the only ids that may be emitted; None: every logit of the target
+    return_logprobs: int | None = None  # alternatives returned per token with its own log-probability; None: neither
+
+    def __post_init__(self) -> None:
+        if self.draft_length < 1:
+            raise ValueError(f"draft_length must be >= 1, got {self.draft_length}; for plain decoding pass no drafter")
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
+        if "" in self.stop:
+            raise ValueError("a stop string must not be empty")
+        self.sampling  # noqa: B018 - checks the ranges
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+
+@dataclass(frozen=True)
+class Round:
+    """One target pass over a block of drafted tokens (counts of tokens)."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass
+class Logprobs:
+    """Log-softmax of the target's raw logits at temperature 1 over the allowed ids, for each emitted token.
+
+    token [n]; top_ids and top [n][alternatives], most probable first.
+    """
+
+    token: list[float] = field(default_factory=list)
+    top_ids: list[list[int]] = field(default_factory=list)
+    top: list[list[float]] = field(default_factory=list)
+
+
+@dataclass
+class GeneratedSequence:
+    """The answer to one prompt."""
+
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    rounds: list[Round]
+    timestamps: list[float]
+    logprobs: Logprobs | None
+
+
+@dataclass
+class Stats:
+    """Totals over a decoder's life, or a call of `decode`."""
+
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    rounds: int = 0
+    target_passes: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    peak_memory_bytes: int = 0
+
+
+@dataclass
+class Event:
+    """Tokens that a step delivered to one request, and the finished sequence if they ended it."""
+
+    request: int
+    token_ids: list[int]
+    finished: GeneratedSequence | None
+
+
+@dataclass
+class DecodeResult:
+    sequences: list[GeneratedSequence]
+    stats: Stats
+
+
+@dataclass
+class _Row:
+    """Host-side state of a request in a slot; `tokens` are the committed ones, prompt first."""
+
+    request: int
+    tokens: list[int]
+    prompt_length: int
+    seed: int
+    rounds: list[Round] = field(default_factory=list)
+    timestamps: list[float] = field(default_factory=list)
+    logprobs: Logprobs = field(default_factory=Logprobs)
+    finish_reason: str | None = None
+    text: str | None = None
+
+    @property
+    def generated(self) -> list[int]:
+        return self.tokens[self.prompt_length :]
+
+
+class Decoder:
+    """Owns the caches of a target and a drafter and decodes any number of prompts through `slots` rows.
+
+    `drafter` is None (plain decoding), a causal LM, or an object of the `Drafter` protocol. Neither model nor its
+    generation config is changed.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | Drafter | None,
+        config: DecodeConfig,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        slots: int = 1,
+    ) -> None:
+        if config.stop and tokenizer is None:
+            raise ValueError("stop strings need the tokenizer")
+        self.config = config
+        self.sampling = config.sampling
+        self.tokenizer = tokenizer
+        self.slots = slots
+        self.target = CachedModel(target, slots)
+        self.drafter = ModelDrafter(drafter) if isinstance(drafter, PreTrainedModel) else drafter
+        vocabulary = head_size(target)
+        allowed = range(vocabulary) if config.allowed_token_ids is None else config.allowed_token_ids
+        if not len(allowed) or min(allowed) < 0 or max(allowed) >= vocabulary:
+            raise ValueError(f"allowed_token_ids must be ids below {vocabulary}, the target's number of logits")
+        self._allowed = _AllowedTokens(allowed, vocabulary, self.target.device)
+        if self.drafter is not None:
+            self.drafter.open(slots, self.sampling, allowed)
+        self.stats = Stats()
+        self._rows: list[_Row] = []
+        self._waiting: deque[_Row] = deque()
+        self._requests = 0
+
+    def submit(self, prompt_ids: list[int], seed: int | None = None) -> int:
+        """Queue a prompt; returns its request number. `seed` None draws one."""
+        if not prompt_ids:
+            raise ValueError("a prompt needs at least one token")
+        needed = len(prompt_ids) + self.config.max_new_tokens
+        for name, model in (("target", self.target), ("draft", self.drafter)):
+            limit = model and model.max_positions
+            if limit and needed > limit:
+                raise ValueError(
+                    f"a prompt of {len(prompt_ids)} tokens and {self.config.max_new_tokens} new ones exceed the {name}'s"
+                    f" {limit} positions"
+                )
+        seed = secrets.randbits(63) if seed is None else seed
+        self._waiting.append(_Row(self._requests, list(prompt_ids), len(prompt_ids), seed))
+        self._requests += 1
+        return self._requests - 1
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._rows or self._waiting)
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """Admit waiting prompts to free slots, or else run one round for all rows; returns what was delivered."""
+        if self._waiting and len(self._rows) < self.slots:
+            return self._prefill()
+        return self._round() if self._rows else []
+
+    def _prefill(self) -> list[Event]:
+        """Run the next prompts through both models and emit their first tokens."""
+        started = time.perf_counter()
+        first_row = len(self._rows)
+        room = min(self.slots - first_row, PREFILL_ROWS)
+        rows: list[_Row] = []
+        longest = 0
+        while self._waiting and len(rows) < room:
+            longest = max(longest, len(self._waiting[0].tokens))
+            if rows and longest * (len(rows) + 1) > PREFILL_TOKENS:
+                break
+            rows.append(self._waiting.popleft())
+        prompts = [row.tokens for row in rows]
+        longest = max(map(len, prompts))
+        room = longest + self.config.max_new_tokens + self.config.draft_length + 1
+        self.target.reserve(room)
+        token_ids, positions = pad_right(prompts, longest, self.target.device)
+        last, which = torch.tensor([len(prompt) - 1 for prompt in prompts]).unique(return_inverse=True)
+        logits = self.target.forward(first_row, token_ids, positions, longest, last.to(self.target.device))
+        logits = logits[torch.arange(len(rows)), which][:, None]
+        if self.drafter is not None:
+            self.drafter.begin(first_row, prompts, room)
+        self._rows.extend(rows)
+        nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=self.target.device)
+        events = self._settle(rows, logits, Proposal(nothing, nothing.sum(dim=1)), is_prefill=True)
+        self.stats.prefill_seconds += time.perf_counter() - started
+        return events
+
+    def _round(self) -> list[Event]:
+        """Draft, verify in one target pass, commit."""
+        started = time.perf_counter()
+        rows = self._rows
+        device = self.target.device
+        remaining = [self.config.max_new_tokens - (len(row.tokens) - row.prompt_length) for row in rows]
+        committed = [row.tokens for row in rows]
+        if self.drafter is None:
+            nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
+            proposal = Proposal(nothing, nothing.sum(dim=1))
+        else:
+            lengths = [min(self.config.draft_length, left) for left in remaining]
+            proposal = self.drafter.propose(committed, lengths, _seed_tensor(rows, device))
+        last = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
+        token_ids = torch.cat([last, proposal.token_ids.to(device)], dim=1)
+        offsets = torch.arange(-1, token_ids.shape[1] - 1, device=device)
+        positions = torch.tensor([[len(tokens)] for tokens in committed], device=device) + offsets
+        longest = max(map(len, committed)) + token_ids.shape[1] - 1
+        logits = self.target.forward(0, token_ids, positions, longest)
+        events = self._settle(rows, logits, proposal, is_prefill=False)
+        self.stats.decode_seconds += time.perf_counter() - started
+        return events
+
+    def _settle(self, rows: list[_Row], logits: Tensor, proposal: Proposal, is_prefill: bool) -> list[Event]:
+        """Verify [rows, k + 1, vocab] logits, commit what stays, and retire the rows that ended."""
+        logits = self._allowed.restrict(logits)
+        size = torch.tensor([[len(row.tokens)] for row in rows], device=logits.device)
+        positions = size + torch.arange(logits.shape[1], device=logits.device)
+        accepted, following = verify(logits, proposal, self.sampling, _seed_tensor(rows, logits.device), positions)
+        table = torch.cat([accepted[:, None], following[:, None], proposal.lengths[:, None], proposal.token_ids], dim=1)
+        counts = table.tolist()
+        now = time.perf_counter()
+        blocks = [drafted[:kept] + [token] for kept, token, _, *drafted in counts]
+        emitted = [self._commit(row, block, now) for row, block in zip(rows, blocks, strict=True)]
+        if self.config.return_logprobs is not None:
+            self._record_logprobs(rows, logits, emitted)
+        for row, tokens, (kept, _, proposed, *_) in zip(rows, emitted, counts, strict=True):
+            if not is_prefill:
+                ends = row.finish_reason is not None
+                cap = len(tokens) if ends else proposed
+                row.rounds.append(Round(min(proposed, cap), min(kept, cap) if ends else kept, len(tokens)))
+        self.stats.target_passes += 1
+        return self._retire(rows, emitted)
+
+    def _commit(self, row: _Row, block: list[int], now: float) -> list[int]:
+        """Append the tokens of `block` up to the first that ends the row; returns those appended."""
+        for index, token in enumerate(block):
+            row.tokens.append(token)
+            row.timestamps.append(now)
+            row.finish_reason = self._finish_reason(row, token)
+            if row.finish_reason is not None:
+                return block[: index + 1]
+        return block
+
+    def _finish_reason(self, row: _Row, token: int) -> str | None:
+        if self.config.stop:
+            text = self.tokenizer.decode(row.generated, skip_special_tokens=False)
+            starts = [text.index(stop) for stop in self.config.stop if stop in text]
+            if starts:
+                row.text = text[: min(starts)]
+                return "stop"
+        if token in self.config.eos_token_ids:
+            return "eos"
+        return "length" if len(row.tokens) - row.prompt_length >= self.config.max_new_tokens else None
+
+    def _record_logprobs(self, rows: list[_Row], logits: Tensor, emitted: list[list[int]]) -> None:
+        """Store the target's log-probabilities of the emitted tokens and of the most probable alternatives."""
+        width = max(map(len, emitted))
+        scores = logits[:, :width].float().log_softmax(dim=-1)
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in emitted]
+        own = scores.gather(-1, torch.tensor(padded, device=logits.device)[..., None])[..., 0].tolist()
+        top, top_ids = scores.topk(self.config.return_logprobs, dim=-1)
+        top, top_ids = top.tolist(), top_ids.tolist()
+        for index, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
+            row.logprobs.token.extend(own[index][: len(tokens)])
+            row.logprobs.top.extend(top[index][: len(tokens)])
+            row.logprobs.top_ids.extend(top_ids[index][: len(tokens)])
+
+    def _retire(self, rows: list[_Row], emitted: list[list[int]]) -> list[Event]:
+        """Turn the step into events; the last row moves into the slot of a row that ended."""
+        events = [
+            Event(row.request, tokens, self._finish(row) if row.finish_reason else None)
+            for row, tokens in zip(list(rows), emitted, strict=True)
+        ]
+        for slot in range(len(self._rows) - 1, -1, -1):
+            if self._rows[slot].finish_reason is None:
+                continue
+            last = self._rows.pop()
+            if slot < len(self._rows):
+                self._rows[slot] = last
+                self.target.move_row(len(self._rows), slot)
+                if self.drafter is not None:
+                    self.drafter.move_row(len(self._rows), slot)
+        return events
+
+    def _finish(self, row: _Row) -> GeneratedSequence:
+        text = row.text
+        if text is None and self.tokenizer is not None:
+            text = self.tokenizer.decode(row.generated, skip_special_tokens=True)
+        self.stats.drafted += sum(block.drafted for block in row.rounds)
+        self.stats.accepted += sum(block.accepted for block in row.rounds)
+        self.stats.emitted += len(row.generated)
+        self.stats.rounds += len(row.rounds)
+        self.stats.peak_memory_bytes = peak_memory_bytes(self.target.device)
+        logprobs = row.logprobs if self.config.return_logprobs is not None else None
+        return GeneratedSequence(row.generated, text, row.finish_reason, row.rounds, row.timestamps, logprobs)
+
+
+class _AllowedTokens:
+    """Keeps logits of ids that must not be emitted out of every distribution."""
+
+    def __init__(self, allowed: Sequence[int], vocabulary: int, device: torch.device) -> None:
+        ids = torch.tensor(sorted(set(allowed)), device=device)
+        self.count = len(ids)
+        self.is_prefix = bool(ids[-1] == self.count - 1)
+        self.forbidden = torch.ones(vocabulary, dtype=torch.bool, device=device)
+        self.forbidden[ids] = False
+
+    def restrict(self, logits: Tensor) -> Tensor:
+        """[..., vocab] logits with the forbidden ids cut off, or at minus infinity where they lie in between."""
+        if self.is_prefix:
+            return logits[..., : self.count]
+        return logits.masked_fill(self.forbidden, -torch.inf)
+
+
+def _seed_tensor(rows: list[_Row], device: torch.device) -> Tensor:
+    return torch.tensor([row.seed for row in rows], device=device)
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory in use so far: of the accelerator's allocator, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def decode(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | Drafter | None,
+    prompt_ids: list[list[int]],
+    config: DecodeConfig,
+    seed: int | list[int] | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    slots: int | None = None,
+) -> DecodeResult:
+    """Decode all `prompt_ids` (ragged token ids), in a batch of at most `slots` rows (default: all of them at once).
+
+    `seed`: an int gives row i its own seed derived from (seed, i); a list gives each row's; None draws them. A row's
+    tokens depend on its prompt and its seed, not on the other rows. `result.sequences` is in the order of the prompts.
+    """
+    decoder = Decoder(target, drafter, config, tokenizer, slots or max(1, len(prompt_ids)))
+    if isinstance(seed, list) and len(seed) != len(prompt_ids):
+        raise ValueError(f"{len(seed)} seeds for {len(prompt_ids)} prompts")
+    for row, prompt in enumerate(prompt_ids):
+        decoder.submit(prompt, row_seed(seed, row) if isinstance(seed, int) else seed and seed[row])
+    sequences: dict[int, GeneratedSequence] = {}
+    while decoder.busy:
+        sequences.update({event.request: event.finished for event in decoder.step() if event.finished})
+    return DecodeResult([sequences[row] for row in range(len(prompt_ids))], dataclasses.replace(decoder.stats))

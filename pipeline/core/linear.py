@@ -1,0 +1,52 @@
+"""Linear layers whose weights oneDNN has laid out for small batches, for decoding on a CPU.
+
+A decoding step multiplies a few rows by every weight of the model, so it is bound by how fast the weights stream from
+memory. The stock float32 matrix product reads them in an order that suits large batches; the prepacked layout reads them
+once, in cache-line blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+PACKED_FOR_ROWS = 4  # the number of rows oneDNN chooses the layout for; one layout serves all batch sizes
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T + b in float32 with W prepacked; inference only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), PACKED_FOR_ROWS)
+        self.bias = None if linear.bias is None else linear.bias.detach()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+
+
+def can_pack(linear: nn.Linear) -> bool:
+    weight = linear.weight
+    return (
+        type(linear) is nn.Linear
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+    )
+
+
+def pack_linear_layers(model: nn.Module) -> nn.Module:
+    """A view of `model` with prepacked linear layers where that is possible; `model` itself keeps its own.
+
+    Parameters that are not packed (embeddings, norms) are shared with `model`.
+    """
+    if isinstance(model, nn.Linear):
+        return PackedLinear(model) if can_pack(model) else model
+    view = copy.copy(model)
+    view._modules = {name: module and pack_linear_layers(module) for name, module in model._modules.items()}
+    return view

@@ -1,0 +1,89 @@
+"""Every ratio of the product, derived in one place from raw counts, with its unit and direction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What a number means. `higher_is_better` None: for reading, neither direction is better."""
+
+    unit: str
+    higher_is_better: bool | None
+    meaning: str
+
+
+METRICS = {
+    "token_acceptance_trimmed_head": Metric(
+        "share", True, "positions where the draft, as our decoder runs it, agrees with the target (teacher-forced)"
+    ),
+    "token_acceptance_full_head": Metric("share", True, "the same with the draft's whole head, as other engines run it"),
+    "token_acceptance_without_loops": Metric("share", True, "trimmed head, answers that repeat themselves left out"),
+    "acceptance_rate": Metric("share", True, "accepted / drafted tokens at the stated k"),
+    "mean_acceptance_length": Metric("tokens per round", True, "emitted / rounds, bonus token included"),
+    "acceptance_by_position": Metric("share per position", True, "rounds in which position i was accepted"),
+    "speedup": Metric("ratio", True, "plain seconds / speculative seconds, same engine, prompts and lengths"),
+    "tokens_per_second": Metric("tokens/s", True, "decoded with this candidate, prefill included"),
+    "plain_tokens_per_second": Metric("tokens/s", True, "decoded plainly on the same prompts, prefill included"),
+    "ttft_seconds": Metric("s", False, "time to the first token, mean"),
+    "itl_p95_seconds": Metric("s", False, "gap between tokens as delivered, 95th percentile"),
+    "lossless": Metric("share", True, "prompts whose speculative tokens equal the plain ones in float32"),
+}
+
+
+def measure(value: float | None, interval: tuple[float, float] | None = None, count: int = 0, reason: str | None = None):
+    """The form every number has in metrics.json: value, 95 % interval, number of prompts, reason when there is none."""
+    return {"value": value, "interval": list(interval) if interval else None, "count": count, "reason": reason}
+
+
+def no_data(reason: str) -> dict[str, Any]:
+    return measure(None, reason=reason)
+
+
+def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float | None:
+    """Sum over sum; None when the denominator is 0."""
+    total = float(np.sum(denominators))
+    return float(np.sum(numerators)) / total if total > 0 else None
+
+
+def ratio_measure(
+    numerators: Sequence[float], denominators: Sequence[float], clusters: Sequence[str], samples: int, seed: int = 0
+) -> dict[str, Any]:
+    """Sum over sum with a percentile bootstrap 95 % interval; prompts of one source document are drawn together.
+
+    One entry per prompt in each sequence; `samples` bootstrap resamples.
+    """
+    value = ratio(numerators, denominators)
+    if value is None:
+        return no_data("no prompts" if not len(denominators) else "nothing was counted")
+    names, index = np.unique(np.asarray(clusters), return_inverse=True)
+    top = np.bincount(index, weights=np.asarray(numerators, dtype=float))
+    bottom = np.bincount(index, weights=np.asarray(denominators, dtype=float))
+    interval = None
+    if len(names) > 1:
+        drawn = np.random.default_rng(seed).integers(len(names), size=(samples, len(names)))
+        below = bottom[drawn].sum(axis=1)
+        ratios = top[drawn].sum(axis=1)[below > 0] / below[below > 0]
+        interval = (float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975)))
+    return measure(value, interval, len(denominators))
+
+
+def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int], draft_length: int) -> list[float] | None:
+    """Share of rounds with a full block in which position i was accepted, unconditional, for i = 1 .. k."""
+    runs = np.asarray(accepted)[np.asarray(drafted) == draft_length]
+    if not len(runs):
+        return None
+    return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]
+
+
+def aggregate(rows: Sequence[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
+    """Rows grouped by `key`, and all of them under "all"."""
+    groups: dict[str, list[Any]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return {**dict(sorted(groups.items())), "all": list(rows)}

@@ -1,0 +1,43 @@
+"""A draft made from the target by keeping a few of its layers."""
+
+from __future__ import annotations
+
+import copy
+import re
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pipeline.core.errors import PipelineError
+
+_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
+
+
+def check_layers(keep: list[int], depth: int) -> None:
+    """Raise `PipelineError` unless `keep` names distinct layers of a model of `depth` layers, in order."""
+    if not keep or sorted(set(keep)) != list(keep) or keep[0] < 0 or keep[-1] >= depth:
+        raise PipelineError(
+            f"draft.keep_layers={list(keep)} does not fit a target of {depth} layers.",
+            f"name distinct layers between 0 and {depth - 1} in rising order.",
+        )
+
+
+def keep_layers(model: PreTrainedModel, keep: list[int]) -> PreTrainedModel:
+    """A new model with the layers `keep` of `model`, its embeddings, norm and head; `model` is left as it is."""
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config()
+    check_layers(keep, text.num_hidden_layers)
+    if getattr(text, "layer_types", None):
+        text.layer_types = [text.layer_types[layer] for layer in keep]
+    text.num_hidden_layers = len(keep)
+    pruned = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
+    place = {old: new for new, old in enumerate(keep)}
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        match = _LAYER.match(name)
+        if match is None:
+            weights[name] = tensor
+        elif int(match[2]) in place:
+            weights[f"{match[1]}.{place[int(match[2])]}.{match[3]}"] = tensor
+    pruned.load_state_dict(weights)
+    pruned.generation_config = copy.deepcopy(model.generation_config)
+    return pruned.to(model.device).eval()

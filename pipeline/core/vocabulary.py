@@ -1,0 +1,81 @@
+"""Which tokens a target and a draft share, and which of them a domain uses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pipeline.core.answers import Answer
+from pipeline.core.errors import PipelineError
+
+
+@dataclass
+class VocabularyMatch:
+    """What comparing two tokenizers gave: ids that mean the same on both sides, and harmless differences."""
+
+    shared_ids: range
+    warnings: list[str] = field(default_factory=list)
+
+
+def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draft_rows: int) -> VocabularyMatch:
+    """Compare token -> id maps, not sizes: padded embeddings and extra tokens at the end are masked, not fatal.
+
+    `target_rows`, `draft_rows`: rows of each model's embedding. The shared ids are 0 .. n - 1, where n is the first id
+    that one side lacks. Raises `PipelineError` with the sizes when an id means different tokens.
+    """
+    target, draft = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
+    by_id = ({index: token for token, index in vocabulary.items()} for vocabulary in (target, draft))
+    target_by_id, draft_by_id = by_id
+    both = target_by_id.keys() & draft_by_id.keys()
+    different = sorted(index for index in both if target_by_id[index] != draft_by_id[index])
+    sizes = (
+        f"target: {len(target)} tokens, {target_rows} embedding rows; draft: {len(draft)} tokens, {draft_rows}"
+        " embedding rows"
+    )
+    if different:
+        first = different[0]
+        raise PipelineError(
+            f"The tokenizers differ at {len(different)} ids; the first is {first}: {target_by_id[first]!r} in the target,"
+            f" {draft_by_id[first]!r} in the draft ({sizes}).",
+            "a draft must speak the target's token ids: choose a sibling of the same family, or draft.init=pruned.",
+        )
+    limit = min(target_rows, draft_rows)
+    shared = next((index for index in range(limit) if index not in both), limit)
+    if shared < 0.9 * min(len(target), len(draft)):
+        raise PipelineError(
+            f"The tokenizers share only the first {shared} ids ({sizes}).",
+            "choose a draft of the same family, or draft.init=pruned.",
+        )
+    warnings = []
+    if target_rows != draft_rows or max(len(target), len(draft)) > shared:
+        warnings.append(f"ids from {shared} on are never drafted ({sizes})")
+    for name in ("eos_token", "pad_token", "bos_token", "unk_token"):
+        values = getattr(target_tokenizer, name), getattr(draft_tokenizer, name)
+        if values[0] != values[1]:
+            warnings.append(f"{name} differs: {values[0]!r} in the target, {values[1]!r} in the draft")
+    if target_tokenizer.chat_template != draft_tokenizer.chat_template:
+        warnings.append("chat templates differ; the target's is used")
+    probe = "The Licensee shall not sub-license, assign or transfer §4(b).\n\n    return x ** 2  # 東京 🙂"
+    encoded = [tokenizer(probe, add_special_tokens=False).input_ids for tokenizer in (target_tokenizer, draft_tokenizer)]
+    if encoded[0] != encoded[1]:
+        raise PipelineError(
+            "The tokenizers split the same text differently although their ids agree.",
+            "use the target's tokenizer files for the draft, or choose a sibling of the same family.",
+        )
+    return VocabularyMatch(range(shared), warnings)
+
+
+def domain_token_ids(answers: list[Answer], size: int, always: tuple[int, ...], vocabulary: range) -> list[int]:
+    """The `size` ids that matter most in `answers`, sorted: the draft's trimmed head.
+
+    Ids are ranked by the target's probability mass on them, summed over all answer tokens, so that likely alternatives
+    count and not only what was drawn. Ids in `always` (end-of-answer tokens) are kept in any case.
+    """
+    mass = np.zeros(len(vocabulary))
+    for answer in answers:
+        np.add.at(mass, answer.top_ids.reshape(-1), np.exp(answer.top_logprobs).reshape(-1))
+        np.add.at(mass, answer.answer_ids, 1e-3)
+    ranked = np.argsort(-mass, kind="stable")[:size]
+    used = ranked[mass[ranked] > 0].tolist()
+    return sorted(set(used).union(token for token in always if token in vocabulary))

@@ -1,0 +1,129 @@
+"""Let the target answer the prompts.
+
+Reads data/prompts/{train,dev,golden}.parquet and the target.
+Writes data/answers/{train,dev,golden}/*.parquet: ids of prompt and answer, settings, and the target's top
+log-probabilities aligned with the answer ids.
+A share of the train prompts is answered by sampling, all others greedily. Finished rows survive a kill and are not
+generated again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hydra
+import pyarrow.parquet as pq
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from pipeline.adapters.answer_files import read_shard, write_answers
+from pipeline.adapters.targets import Target
+from pipeline.core.answers import Answer
+from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
+from pipeline.core.decoding import DecodeConfig
+from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_seed
+from pipeline.core.models import ModelConfig
+from pipeline.core.sampling import Sampling
+from pipeline.core.templates import encode_prompts
+from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
+
+SPLITS = ("train", "dev", "golden")
+
+
+@dataclass
+class GenerateConfig:
+    max_new_tokens: int  # longest answer, tokens
+    sampled_share: float  # of train prompts answered by sampling, in [0, 1]
+    sampling: Sampling  # how those are sampled
+    top_logprobs: int  # alternatives stored per answer token
+    batch_size: int  # rows decoded together
+    shard_rows: int  # answers per Parquet shard
+
+
+@dataclass
+class Config:
+    target: ModelConfig
+    generate: GenerateConfig
+    seed: int = field(default=0)
+
+
+def run(config: Config) -> None:
+    target = Target(config.target, input_path("."))
+    prompts = {split: _read_prompts(input_path(f"data/prompts/{split}.parquet"), target, config) for split in SPLITS}
+    digest = fingerprint_files([input_path(f"data/prompts/{split}.parquet") for split in SPLITS])
+    facts = {**target.compatibility_key, "template": target.template, "prompts": digest}
+    settings = {**vars(config.generate), "sampling": vars(config.generate.sampling), "seed": config.seed}
+    cache = cache_path("generate", fingerprint(facts, settings))
+    facts["max_new_tokens"] = config.generate.max_new_tokens
+    with atomic_path(output_path("data/answers")) as folder:
+        for split in SPLITS:
+            answers = _answer_split(target, prompts[split], split, config, cache, facts)
+            answers.sort(key=lambda answer: answer.prompt_id)
+            for start in range(0, len(answers), config.generate.shard_rows):
+                shard = answers[start : start + config.generate.shard_rows]
+                write_answers(folder / split / f"{start // config.generate.shard_rows:05d}.parquet", shard, facts)
+        write_effective_config(folder, config)
+
+
+def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:
+    rows = pq.read_table(path).to_pylist()
+    limit = target.max_positions and target.max_positions - config.generate.max_new_tokens
+    encoded = encode_prompts(target.tokenizer, rows, limit)
+    return [
+        EncodedPrompt(row["prompt_id"], row["domain"], row["task"], row["cluster"], ids)
+        for row, ids in zip(rows, encoded, strict=True)
+    ]
+
+
+def _answer_split(
+    target: Target, prompts: list[EncodedPrompt], split: str, config: Config, cache: Path, facts: dict
+) -> list[Answer]:
+    """Answer what the cache lacks, in shards that are whole once they have their name; returns all answers of a split."""
+    settings = config.generate
+    answers = [answer for path in sorted(cache.glob(f"{split}-*.parquet")) for answer in read_shard(path)]
+    done = {answer.prompt_id for answer in answers}
+    waiting = [prompt for prompt in prompts if prompt.prompt_id not in done]
+    sampled = {prompt.prompt_id for prompt in waiting if split == "train" and _is_sampled(prompt, config)}
+    total = len(waiting) * settings.max_new_tokens
+    with tqdm(total=total, desc=f"generate {split} (at most)", unit=" tokens", unit_scale=True, mininterval=2) as progress:
+        for sampling in (Sampling(), settings.sampling):
+            chosen = [prompt for prompt in waiting if (prompt.prompt_id in sampled) != sampling.greedy]
+            decode_config = DecodeConfig(
+                draft_length=1,
+                max_new_tokens=settings.max_new_tokens,
+                eos_token_ids=target.eos_token_ids,
+                allowed_token_ids=range(target.vocabulary_size),
+                return_logprobs=settings.top_logprobs,
+                **vars(sampling),
+            )
+            if not chosen:
+                continue
+            fresh: list[Answer] = []
+            stream = generate_answers(target.model, chosen, decode_config, settings.batch_size, config.seed, progress)
+            for answer in stream:
+                fresh.append(answer)
+                if len(fresh) % settings.shard_rows == 0:
+                    _save_progress(cache, split, fresh[-settings.shard_rows :], facts)
+            if tail := len(fresh) % settings.shard_rows:
+                _save_progress(cache, split, fresh[-tail:], facts)
+            answers += fresh
+    return answers
+
+
+def _is_sampled(prompt: EncodedPrompt, config: Config) -> bool:
+    return (prompt_seed(config.seed, prompt.prompt_id) % 10_000) / 10_000 < config.generate.sampled_share
+
+
+def _save_progress(cache: Path, split: str, answers: list[Answer], facts: dict) -> None:
+    number = len(list(cache.glob(f"{split}-*.parquet")))
+    write_answers(cache / f"{split}-{number:05d}.parquet", answers, facts)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg: DictConfig) -> None:
+    execute(run, Config, cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""MLflow store: fresh SQLite file, limits of params, self-contained versions that load offline, unreachable stores."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
+from pipeline.core.artifacts import fingerprint_files
+from pipeline.core.errors import PipelineError
+
+CARD = "---\nlibrary_name: transformers\n---\n# A draft\n"
+
+LOAD = """
+import json, os, socket, sys
+connect = socket.socket.connect
+def guarded(self, address):
+    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+        raise OSError(f"the network is off: {address}")
+    return connect(self, address)
+socket.socket.connect = guarded
+import mlflow, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+uri, name, ids, out = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
+mlflow.set_tracking_uri(uri)
+results = {}
+for alias in ("fp32", "bf16"):
+    loaded = mlflow.transformers.load_model(f"models:/{name}@{alias}", return_type="components")
+    folder = mlflow.artifacts.download_artifacts(f"models:/{name}@{alias}") + "/model"
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    served = mlflow.pyfunc.load_model(f"models:/{name}@{alias}")
+    assert isinstance(served.predict(["w3 w4"])[0], str)
+    with torch.no_grad():
+        loads = (loaded["model"], plain, served.get_raw_model().model)
+        logits = [model(torch.tensor([ids])).logits for model in loads]
+    template = AutoTokenizer.from_pretrained(folder).chat_template
+    results[alias] = {"logits": logits, "words": loaded["tokenizer"].decode(ids), "template": template,
+                      "generation": plain.generation_config.max_new_tokens}
+torch.save(results, out)
+"""
+
+
+def build_draft(folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
+    """A tiny Llama with tokenizer, template, generation config, draft.json and head ids, saved in `folder`."""
+    torch.manual_seed(seed)
+    words = {f"w{index}": index for index in range(64)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", unk_token="w0")
+    wrapped.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config).to(dtype).eval()
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(folder)
+    wrapped.save_pretrained(folder)
+    facts = {"fingerprint": fingerprint_files([folder / "model.safetensors"]), "dtype": str(dtype).split(".")[1]}
+    (folder / "draft.json").write_text(json.dumps(facts))
+    (folder / "head_token_ids.json").write_text("[1, 2, 3]")
+
+
+def register(store: MlflowStore, draft: Path, model_name: str) -> tuple[str, str]:
+    """Register `draft` in a run of its own; return the version and the run's id."""
+    facts = json.loads((draft / "draft.json").read_text())
+    metrics = draft.parent / "metrics.json"
+    metrics.write_text("{}")
+    with store.run("experiment", "run", {"gate": "smoke"}) as run_id:
+        tags = {"fingerprint": facts["fingerprint"]}
+        return store.register_version(run_id, model_name, draft, [metrics], CARD, facts["dtype"], tags), run_id
+
+
+@pytest.fixture(autouse=True)
+def network_off(monkeypatch):
+    connect = socket.socket.connect
+
+    def guarded(self, address):
+        if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"the network is off: {address}")
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A fresh default store of a project whose path has a space, made from another working directory."""
+    root, elsewhere = tmp_path_factory.mktemp("a project"), tmp_path_factory.mktemp("elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.chdir(elsewhere)
+        uri = resolve_tracking_uri(None, root)
+        check_store(uri, timeout_seconds=5)
+        yield MlflowStore(uri)
+        assert list(elsewhere.iterdir()) == []
+    assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlruns"}
+
+
+def test_uri_resolution(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert resolve_tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other/store.db")
+    assert resolve_tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/other/store.db"
+    assert resolve_tracking_uri("sqlite:////elsewhere/a.db", tmp_path) == "sqlite:////elsewhere/a.db"
+    assert resolve_tracking_uri("http://server:5000", tmp_path) == "http://server:5000"
+
+
+def test_long_values_and_many_keys(store):
+    many = {f"key{index}": index for index in range(300)}
+    values = {"prepare": {"template": "é" * 10_000, "many": many, "nested": [{"a b(c)": 1}, []]}, "k" * 300: 1}
+    with store.run("experiment", "limits", {"tag": "x" * 20_000}) as run_id:
+        store.log_params(run_id, values)
+        store.log_params(run_id, values)  # a repeated call is no conflict
+    run = store.client.get_run(run_id)
+    params = run.data.params
+    assert run.info.status == "FINISHED"
+    assert params["prepare.template"].endswith("... (10000 characters, whole in the run's files)")
+    assert len(params["prepare.template"]) == 500
+    assert params["prepare.many.key299"] == "299"
+    assert params["prepare.nested.0.a b_c_"] == "1"
+    assert params["prepare.nested.1"] == "[]"
+    assert len(params) == 304
+
+
+def test_curves_leave_empty_cells_out(store, tmp_path):
+    rows = ["step,tokens,loss,dev_token_acceptance", "0,10,2.5,", "1,20,,0.25"]
+    rows += [f"{step},{step},1.0," for step in range(2, 1500)]
+    history = tmp_path / "history.csv"
+    history.write_text("\n".join(rows) + "\n")
+    with store.run("experiment", "curves", {}) as run_id:
+        store.log_curves(run_id, "distill", history)
+        store.log_metrics(run_id, {"speedup": 1.5, "odd@name": 2.0, "absent": float("nan")})
+    loss = store.client.get_metric_history(run_id, "distill/loss")
+    assert len(loss) == 1499
+    assert [point.step for point in loss[:2]] == [0, 2]
+    assert [point.value for point in store.client.get_metric_history(run_id, "distill/dev_token_acceptance")] == [0.25]
+    assert store.client.get_run(run_id).data.metrics["odd_name"] == 2.0
+
+
+def test_a_run_that_raises_is_failed(store):
+    with pytest.raises(RuntimeError), store.run("experiment", "broken", {}) as run_id:
+        raise RuntimeError
+    assert store.client.get_run(run_id).info.status == "FAILED"
+
+
+def test_versions_are_self_contained(store, tmp_path):
+    ids = [5, 9, 33, 2]
+    expected = {}
+    for alias, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        draft = tmp_path / "work" / alias
+        build_draft(draft, dtype)
+        with torch.no_grad():
+            expected[alias] = AutoModelForCausalLM.from_pretrained(draft)(torch.tensor([ids])).logits
+        weights = (draft / "model.safetensors").stat().st_size
+        version, run_id = register(store, draft, "self-contained")
+        store.set_alias("self-contained", alias, version)
+        files = [path for path in _artifact_folder(store, run_id).rglob("*") if path.is_file()]
+        assert sum(path.stat().st_size for path in files) <= 1.2 * weights
+        assert not [path for path in files if str(tmp_path).encode() in path.read_bytes()]
+        names = {path.name for path in files if path.parent.name == "model"}
+        assert names >= {"draft.json", "head_token_ids.json", "metrics.json", "README.md", "generation_config.json"}
+    shutil.rmtree(tmp_path / "work")
+    loaded = _load_in_a_new_process(store.uri, "self-contained", ids, tmp_path)
+    for alias, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for logits in loaded[alias]["logits"]:
+            assert logits.dtype == dtype
+            assert torch.equal(logits, expected[alias])
+        assert loaded[alias]["words"].split() == ["w5", "w9", "w33", "w2"]
+        assert "message.content" in loaded[alias]["template"]
+        assert loaded[alias]["generation"] == 17
+
+
+def _artifact_folder(store: MlflowStore, run_id: str) -> Path:
+    return Path(store.client.download_artifacts(run_id, "draft"))
+
+
+def _load_in_a_new_process(uri: str, name: str, ids: list[int], folder: Path) -> dict:
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    out = folder / "loaded.pt"
+    command = [sys.executable, "-c", LOAD, uri, name, json.dumps(ids), str(out)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return torch.load(out)
+
+
+def test_aliases_move_and_versions_are_found(store, tmp_path):
+    versions = []
+    for seed in (1, 2):
+        draft = tmp_path / f"draft{seed}"
+        build_draft(draft, torch.float32, seed)
+        versions.append(register(store, draft, "moving")[0])
+    assert versions == ["1", "2"]
+    assert store.version_by_alias("moving", "candidate") is None
+    for version in ("1", "2", "1"):
+        store.set_alias("moving", "candidate", version)
+        assert store.version_by_alias("moving", "candidate") == version
+    fingerprint = json.loads((tmp_path / "draft2/draft.json").read_text())["fingerprint"]
+    assert store.find_version("moving", fingerprint) == "2"
+    assert store.version_fingerprint("moving", "2") == fingerprint
+    assert store.find_version("moving", "0" * 16) is None
+    assert store.find_version("no such model", fingerprint) is None
+    assert store.version_fingerprint("moving", "3") is None
+    with pytest.raises(PipelineError, match="refused"):
+        store.set_alias("moving", "candidate", "9")
+
+
+def test_an_unreachable_server_fails_in_seconds():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for uri in (f"http://127.0.0.1:{port}", f"postgresql://me:secret@127.0.0.1:{port}/mlflow"):
+        start = time.monotonic()
+        with pytest.raises(PipelineError, match="MLFLOW_TRACKING_URI") as error:
+            check_store(uri, timeout_seconds=3)
+        assert time.monotonic() - start < 15
+        assert "secret" not in str(error.value)
+
+
+def test_a_server_that_never_answers_fails_in_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        with pytest.raises(PipelineError, match="cannot be used"):
+            check_store(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=1)
+        assert time.monotonic() - start < 15
+
+
+def test_an_unusable_sqlite_file_is_refused(tmp_path):
+    (tmp_path / "text.db").write_text("this is not a database at all " * 100)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "text.db", tmp_path / "file" / "mlflow.db", tmp_path):
+        with pytest.raises(PipelineError, match="cannot be used"):
+            check_store(f"sqlite:///{path}", timeout_seconds=1)
+
+
+def test_a_scheme_that_mlflow_does_not_know_is_refused():
+    with pytest.raises(PipelineError, match="refused"):
+        check_store("gopher://127.0.0.1", timeout_seconds=1)
+

@@ -1,0 +1,122 @@
+"""Gate rules: thresholds, missing data, and what the user is told."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from pipeline.core.errors import PipelineError
+from pipeline.core.gating import REMEDIES, Check, judge, verdict_lines
+
+
+def entry(value, interval=None, reason=None):
+    return {"value": value, "interval": interval, "count": 72, "reason": reason}
+
+
+def metrics(**legal):
+    return {"candidates": {"distilled": {"legal": legal, "all": {}}}, "lossless": entry(1.0)}
+
+
+def check(metric="speedup", statistic="point", op=">=", threshold=1.1, severity="fail", domain="legal"):
+    return Check(metric=metric, domain=domain, statistic=statistic, op=op, threshold=threshold, severity=severity)
+
+
+@pytest.mark.parametrize(
+    ("op", "value", "passed"),
+    [(">=", 1.1, True), (">", 1.1, False), (">", 1.2, True), ("<=", 1.1, True), ("<", 1.1, False), ("<", 1.0, True)],
+)
+def test_operators_at_the_threshold(op, value, passed):
+    verdict = judge(metrics(speedup=entry(value)), [check(op=op)])
+    assert verdict["passed"] is passed
+    assert verdict["checks"][0]["state"] == ("passed" if passed else "failed")
+
+
+@pytest.mark.parametrize(("statistic", "compared"), [("point", 1.2), ("lower", 1.05), ("upper", 1.4)])
+def test_the_statistic_chooses_the_number(statistic, compared):
+    item = judge(metrics(speedup=entry(1.2, [1.05, 1.4])), [check(statistic=statistic)])["checks"][0]
+    assert item["compared"] == compared
+    assert item["passed"] is (compared >= 1.1)
+    assert (item["value"], item["interval"]) == (1.2, [1.05, 1.4])
+
+
+def test_a_failure_says_by_how_much_and_what_to_do():
+    verdict = judge(metrics(speedup=entry(1.2, [1.04, 1.3])), [check(statistic="lower", op=">")])
+    item = verdict["checks"][0]
+    assert item["shortfall"] == pytest.approx(0.06)
+    assert item["remedy"] == REMEDIES["speedup"]
+    line = verdict_lines(verdict)[0]
+    assert line.startswith("FAILED speedup (legal): 1.04 (lower bound of 1.2), needs > 1.1, short by 0.06. Remedy: ")
+
+
+def test_over_the_limit_is_worded_so():
+    verdict = judge(metrics(cost_ratio=entry(0.5)), [check("cost_ratio", op="<", threshold=0.2)])
+    assert "needs < 0.2, over by 0.3." in verdict_lines(verdict)[0]
+
+
+def test_a_warning_does_not_decide():
+    verdict = judge(metrics(acceptance_rate=entry(0.3)), [check("acceptance_rate", threshold=0.4, severity="warn")])
+    assert verdict["passed"]
+    assert verdict["checks"][0]["state"] == "warned"
+    assert not verdict["checks"][0]["passed"]
+    assert verdict_lines(verdict)[0].startswith("WARNED acceptance_rate (legal): 0.3")
+
+
+@pytest.mark.parametrize(
+    ("document", "rule", "reason"),
+    [
+        (metrics(speedup=entry(None, reason="only 1 prompt")), check(), "only 1 prompt"),
+        (metrics(speedup=entry(1.5)), check(statistic="lower"), "it has no confidence interval"),
+        (metrics(speedup=entry(1.5, [None, None])), check(statistic="upper"), "it has no confidence interval"),
+        (metrics(speedup=entry(math.nan)), check(), "its value is missing or not a finite number"),
+        (metrics(speedup=entry(math.inf)), check(), "its value is missing or not a finite number"),
+        (metrics(speedup=entry(1.5, [math.nan, 2.0])), check(statistic="lower"), "it has no confidence interval"),
+        (metrics(), check(), "there is no such metric in the evaluation"),
+        (metrics(), check(domain="code"), "the domain 'code' was not measured (measured: all, legal)"),
+        ({"candidates": {}, "lossless": entry(1.0)}, check(), "the candidate 'distilled' was not measured"),
+        ({"candidates": {}, "lossless": None}, check("lossless"), "it was not measured"),
+    ],
+)
+def test_no_data_never_passes(document, rule, reason):
+    verdict = judge(document, [rule])
+    item = verdict["checks"][0]
+    assert not verdict["passed"]
+    assert (item["state"], item["passed"], item["reason"]) == ("no data", False, reason)
+    assert item["remedy"] and item["shortfall"] is None
+    assert verdict_lines(verdict)[0].startswith(f"NO DATA {rule.metric}")
+    json.dumps(verdict, allow_nan=False)
+
+
+@pytest.mark.parametrize("op", [">=", ">", "<=", "<"])
+def test_nan_passes_no_operator(op):
+    assert not judge(metrics(speedup=entry(math.nan)), [check(op=op)])["passed"]
+
+
+def test_a_warning_without_data_only_warns():
+    verdict = judge(metrics(), [check(severity="warn")])
+    assert verdict["passed"]
+    assert verdict["checks"][0]["state"] == "no data"
+    assert "a warning only" in verdict_lines(verdict)[0]
+
+
+@pytest.mark.parametrize("value", [1.0, 0.0])
+def test_lossless_is_read_from_the_top_of_the_document(value):
+    document = {"candidates": {}, "lossless": entry(value)}
+    verdict = judge(document, [check("lossless", domain="all", threshold=1.0)])
+    assert verdict["passed"] is (value == 1.0)
+    if not verdict["passed"]:
+        assert "departures" in verdict["checks"][0]["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("statistic", "mean"), ("op", "=="), ("severity", "error"), ("threshold", math.nan)]
+)
+def test_an_invalid_check_is_refused_at_once(field, value):
+    with pytest.raises(PipelineError, match=field):
+        check(**{field: value})
+
+
+def test_a_gate_without_checks_is_refused():
+    with pytest.raises(PipelineError, match="no checks"):
+        judge(metrics(), [])

@@ -1,0 +1,181 @@
+"""The register stage: what is logged and registered, what a failed gate and an old receipt do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from pipeline import register, stage
+from pipeline.adapters.mlflow_registry import MlflowStore, resolve_tracking_uri
+from pipeline.core.artifacts import fingerprint_files, read_json, write_json
+from pipeline.core.errors import PipelineError
+from pipeline.core.gating import Check, judge
+
+KEY = {"target": "builtin:tiny", "tokenizer": "0123456789abcdef", "quantization": "none"}
+
+
+def build_draft(folder: Path, seed: int = 0) -> None:
+    """A tiny Llama, its tokenizer and the JSON files of a draft's folder."""
+    torch.manual_seed(seed)
+    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(16)}, unk_token="w0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1").save_pretrained(folder)
+    config = LlamaConfig(
+        vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    weights = fingerprint_files([folder / "model.safetensors"])
+    facts = {"compatibility_key": KEY, "fingerprint": weights, "dtype": "float32", "layers": 1}
+    write_json(folder / "draft.json", "domain-draft/draft", 1, facts)
+    (folder / "head_token_ids.json").write_text("[1, 2]")
+    (folder / "config.yaml").write_text(f"distill:\n  learning_rate: {0.001 * (seed + 1)}\n  notes: {'x' * 10_000}\n")
+
+
+def write_verdict(root: Path, acceptance: float) -> None:
+    entry = {"value": acceptance, "interval": None, "count": 72, "reason": None}
+    metrics = {
+        "target": {"name": "tiny", "id": "builtin:tiny", "fingerprint": "ffff"},
+        "domain": "legal",
+        "compatibility_key": KEY,
+        "settings": {"draft_length": 3, "temperature": 0.0},
+        "candidates": {"distilled": {"legal": {"acceptance_rate": entry}}},
+        "lossless": {"value": 1.0, "interval": None, "count": 8, "reason": None, "departures": []},
+    }
+    write_json(root / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
+    verdict = judge(metrics, [Check("acceptance_rate", "legal", "point", ">=", 0.4, "fail")])
+    facts = {"gate": "smoke", **verdict, "config": {"gate": {"name": "smoke"}}}
+    write_json(root / "data/gate/verdict.json", "domain-draft/verdict", 1, facts)
+
+
+def config(model_name: str, uri: str | None = None) -> register.Config:
+    return register.Config(register.RegistryConfig(uri, "domain-draft", model_name, "candidate", 3.0))
+
+
+def receipt(root: Path) -> dict:
+    return read_json(root / "data/registry/receipt.json", "domain-draft/receipt", 1)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """One project for the module: creating the store takes seconds."""
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture
+def project(root, tmp_path, monkeypatch):
+    """The project with the artifacts of all earlier stages and no receipt; the working directory is elsewhere."""
+    monkeypatch.setattr(stage, "PROJECT_ROOT", root)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(root / "data", ignore_errors=True)
+    build_draft(root / "data/draft")
+    write_verdict(root, acceptance=0.5)
+    summary = {"speedup": 1.5, "draft_length": 3, "dtype": "float32", "rate": None}
+    (root / "data/eval/summary.json").write_text(json.dumps(summary))
+    (root / "data/eval/config.yaml").write_text("decode:\n  draft_length: 3\n")
+    (root / "data/distill").mkdir()
+    (root / "data/distill/history.csv").write_text("step,tokens,loss,dev_token_acceptance\n1,10,2.0,\n2,20,1.0,0.3\n")
+    return root
+
+
+@pytest.fixture
+def store(project):
+    return MlflowStore(resolve_tracking_uri(None, project))
+
+
+def test_a_passed_draft_is_registered_once(project, store, tmp_path, capsys):
+    register.run(config("once"))
+    first = receipt(project)
+    assert (first["registered"], first["version"], first["alias"]) == (True, "1", "candidate")
+    assert first["tracking_uri"] == f"sqlite:///{project}/mlflow.db"
+    assert "registered once version 1 as @candidate" in capsys.readouterr().out
+    register.run(config("once"))
+    assert receipt(project)["version"] == "1"
+    shutil.rmtree(project / "data/draft")
+    build_draft(project / "data/draft", seed=1)
+    register.run(config("once"))
+    assert receipt(project)["version"] == "2"
+    assert store.version_by_alias("once", "candidate") == "2"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_run_holds_configs_metrics_curves_and_tags(project, store):
+    register.run(config("logged"))
+    run = store.client.get_run(receipt(project)["run_id"])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["draft.distill.learning_rate"] == "0.001"
+    assert run.data.params["eval.decode.draft_length"] == "3"
+    assert run.data.params["register.registry.model_name"] == "logged"
+    assert run.data.metrics["speedup"] == 1.5
+    assert run.data.metrics["distill/loss"] == 1.0
+    assert (run.data.tags["verdict"], run.data.tags["gate"]) == ("passed", "smoke")
+    assert run.data.tags["compatibility.tokenizer"] == KEY["tokenizer"]
+    text = Path(store.client.download_artifacts(run.info.run_id, "config/draft.yaml")).read_text()
+    assert "x" * 10_000 in text
+    card = Path(store.client.download_artifacts(run.info.run_id, "draft/model/README.md")).read_text()
+    assert "| speedup | 1.5 |" in card and "builtin:tiny" in card
+    names = {item.path for item in store.client.list_artifacts(run.info.run_id, "draft/model")}
+    assert {"draft/model/metrics.json", "draft/model/verdict.json", "draft/model/head_token_ids.json"} <= names
+
+
+def test_a_failed_gate_registers_nothing(project, store, capsys):
+    write_verdict(project, acceptance=0.3)
+    register.run(config("failing"))
+    result = receipt(project)
+    assert (result["registered"], result["version"], result["alias"]) == (False, None, None)
+    assert result["reason"] == "the gate 'smoke' failed: acceptance_rate"
+    assert "not registered" in capsys.readouterr().out
+    run = store.client.get_run(result["run_id"])
+    assert (run.info.status, run.data.tags["verdict"]) == ("FINISHED", "failed")
+    assert store.version_by_alias("failing", "candidate") is None
+    assert [item for item in store.client.search_registered_models() if item.name == "failing"] == []
+    register.run(config("failing"))  # a receipt without a version is no obstacle
+
+
+def test_a_receipt_that_the_store_lacks_stops_at_once(project, store):
+    register.run(config("stale"))
+    path = project / "data/registry/receipt.json"
+    old = json.loads(path.read_text())
+    runs = len(store.client.search_runs(["1"]))
+    for change in ({"version": "7"}, {"model_name": "gone"}, {"fingerprint": "0" * 16}):
+        path.write_text(json.dumps({**old, **change}))
+        with pytest.raises(PipelineError, match="lacks") as error:
+            register.run(config("stale"))
+        assert store.uri in error.value.reason
+        assert "MLFLOW_TRACKING_URI" in error.value.remedy and "receipt.json" in error.value.remedy
+    assert len(store.client.search_runs(["1"])) == runs
+
+
+def test_a_draft_of_another_target_is_refused(project):
+    path = project / "data/draft/draft.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps({**facts, "compatibility_key": {**KEY, "tokenizer": "other"}}))
+    with pytest.raises(PipelineError, match="different targets"):
+        register.run(config("mismatch"))
+
+
+def test_an_error_while_logging_leaves_a_failed_run_and_no_receipt(project, store):
+    (project / "data/distill/history.csv").write_text("step,loss\n1,not a number\n")
+    with pytest.raises(ValueError, match="not a number"):
+        register.run(config("broken"))
+    assert store.client.search_runs(["1"])[0].info.status == "FAILED"
+    assert not (project / "data/registry").exists()
+
+
+def test_an_unreachable_server_stops_before_anything_is_read(project, monkeypatch):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        uri = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    shutil.rmtree(project / "data")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
+    start = time.monotonic()
+    with pytest.raises(PipelineError, match="cannot be used"):
+        register.run(config("unreachable"))
+    assert time.monotonic() - start < 15
