@@ -1,10 +1,10 @@
-"""Let the target answer the prompts.
+"""generate: the target answers the prompts.
 
-Reads data/prompts/{train,dev,golden}.parquet and the target.
-Writes data/answers/{train,dev,golden}/*.parquet: ids of prompt and answer, settings, and the target's top
-log-probabilities aligned with the answer ids.
-A share of the train prompts is answered by sampling, all others greedily. Finished rows survive a kill and are not
-generated again.
+Reads:  data/prompts/{train,dev,golden}.parquet, the target.
+Writes: data/answers/{train,dev,golden}/*.parquet: ids of prompt and answer, settings, and the target's top
+        log-probabilities aligned with the answer ids.
+Does:   answers a share of the train prompts by sampling, all others greedily. Finished shards survive a kill and are
+        not generated again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 from pipeline.adapters.answer_files import read_shard, write_answers
 from pipeline.adapters.targets import Target
 from pipeline.core.answers import Answer
-from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
+from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files, read_json
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_seed
 from pipeline.core.models import ModelConfig
@@ -52,7 +52,8 @@ def run(config: Config) -> None:
     target = Target(config.target, input_path("."))
     prompts = {split: _read_prompts(input_path(f"data/prompts/{split}.parquet"), target, config) for split in SPLITS}
     digest = fingerprint_files([input_path(f"data/prompts/{split}.parquet") for split in SPLITS])
-    facts = {**target.compatibility_key, "template": target.template, "prompts": digest}
+    domain = read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1)["target_domain"]
+    facts = {**target.compatibility_key, "template": target.template, "prompts": digest, "target_domain": domain}
     settings = {**vars(config.generate), "sampling": vars(config.generate.sampling), "seed": config.seed}
     cache = cache_path("generate", fingerprint(facts, settings))
     facts["max_new_tokens"] = config.generate.max_new_tokens

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import logging
 import os
+import platform
+import resource
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,6 +20,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from pipeline.core.artifacts import write_json
 from pipeline.core.errors import PipelineError
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -70,8 +76,28 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     """Run a stage from its `@hydra.main`: type the config, end a user's error in one line and exit code 1."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    started = time.time()
     try:
         run(typed_config(cfg, schema))
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
+    write_provenance(Path(run.__code__.co_filename).stem, started)
+
+
+def write_provenance(stage: str, started: float) -> None:
+    """Record beside the artifacts, in a file that nothing depends on, what a stage ran with and on."""
+    git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT_ROOT, capture_output=True, text=True, check=False)
+    packages = ("torch", "transformers", "accelerate", "datasets", "trl", "mlflow", "dvc", "hydra-core", "numpy")
+    facts = {
+        "stage": stage,
+        "command": sys.argv,
+        "started_unix_seconds": round(started, 3),
+        "seconds": round(time.time() - started, 3),
+        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "git_commit": git.stdout.strip() or None,
+        "python": platform.python_version(),
+        "machine": {"platform": platform.platform(), "processors": os.cpu_count()},
+        "packages": {name: importlib.metadata.version(name) for name in packages},
+    }
+    write_json(output_path(f"data/provenance/{stage}.json"), "domain-draft/provenance", 1, facts)

@@ -90,23 +90,28 @@ class RaggedLayer(CacheLayerMixin):
 def layer_types(config) -> list[str]:
     """The attention kind of every layer of a text model's config.
 
-    Raises `PipelineError` for a model with recurrent or otherwise stateful layers, whose cache cannot be rolled back by
-    position.
+    Raises `PipelineError` for a model whose cache cannot be rolled back by position (recurrent or convolutional state)
+    and for attention that `visibility_masks` does not cover (chunks, layers that ignore the mask or run in a loop).
     """
     text = config.get_text_config()
     depth = getattr(text, "num_hidden_layers", None)
-    types = getattr(text, "layer_types", None)
+    types = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    obstacles = [name for name in ("attention_types", "n_recurrent_loops") if hasattr(text, name)]
     if types is None:
+        states = ("ssm_cfg", "state_size", "mamba_d_state", "conv_L_cache", "rwkv_version")
+        obstacles += [name for name in states if hasattr(text, name)]
         window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
         types = ["sliding_attention" if window else "full_attention"] * (depth or 0)
-    unknown = sorted(set(types) - ATTENTION_LAYER_TYPES)
-    recurrent = [name for name in ("ssm_cfg", "state_size", "mamba_d_state", "rwkv_version") if hasattr(text, name)]
-    if unknown or recurrent or not depth or not getattr(text, "num_attention_heads", None):
-        found = ", ".join(unknown + recurrent) or f"model type {text.model_type}"
+    obstacles += sorted(set(types) - ATTENTION_LAYER_TYPES)
+    if not depth or not getattr(text, "num_attention_heads", None):
+        obstacles.append("no attention layers")
+    if obstacles:
+        chunked = obstacles == ["chunked_attention"]
+        reason = "chunked attention is not supported" if chunked else "its cache cannot be rolled back by position"
         raise PipelineError(
-            f"{getattr(config, 'name_or_path', '') or text.model_type}: its cache cannot be rolled back by position"
-            f" ({found}).",
-            "speculative decoding here needs attention layers only; choose a transformer without recurrent state.",
+            f"{getattr(config, 'name_or_path', '') or text.model_type}: {reason} (model type {text.model_type}:"
+            f" {', '.join(obstacles)}).",
+            "choose a transformer whose layers are full or sliding-window attention only.",
         )
     return list(types)
 

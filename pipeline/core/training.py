@@ -25,7 +25,7 @@ from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import forward_kl_top
-from pipeline.core.models import quiet_transformers
+from pipeline.core.models import default_device, quiet_transformers, resolve_dtype
 
 
 @dataclass
@@ -260,6 +260,7 @@ def _training_arguments(
         report_to="none",
         dataloader_pin_memory=False,
         use_cpu=not torch.cuda.is_available(),
+        bf16=resolve_dtype("auto", default_device()) == torch.bfloat16,
     )
 
 

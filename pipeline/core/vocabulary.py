@@ -22,13 +22,24 @@ def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draf
     """Compare token -> id maps, not sizes: padded embeddings and extra tokens at the end are masked, not fatal.
 
     `target_rows`, `draft_rows`: rows of each model's embedding. The shared ids are 0 .. n - 1, where n is the first id
-    that one side lacks. Raises `PipelineError` with the sizes when an id means different tokens.
+    that one side lacks. Raises `PipelineError` with the sizes when an id means different tokens; a special token may go
+    by another name, but not be at another id.
     """
     target, draft = target_tokenizer.get_vocab(), draft_tokenizer.get_vocab()
     by_id = ({index: token for token, index in vocabulary.items()} for vocabulary in (target, draft))
     target_by_id, draft_by_id = by_id
     both = target_by_id.keys() & draft_by_id.keys()
-    different = sorted(index for index in both if target_by_id[index] != draft_by_id[index])
+    special = [
+        {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        for tokenizer in (target_tokenizer, draft_tokenizer)
+    ]
+    unequal = sorted(index for index in both if target_by_id[index] != draft_by_id[index])
+    renamed = [
+        index
+        for index in unequal
+        if index in special[0] & special[1] and target_by_id[index] not in draft and draft_by_id[index] not in target
+    ]
+    different = [index for index in unequal if index not in renamed]
     sizes = (
         f"target: {len(target)} tokens, {target_rows} embedding rows; draft: {len(draft)} tokens, {draft_rows}"
         " embedding rows"
@@ -47,7 +58,12 @@ def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draf
             f"The tokenizers share only the first {shared} ids ({sizes}).",
             "choose a draft of the same family, or draft.init=pruned.",
         )
-    warnings = []
+    warnings = [
+        f"special token {index} is {target_by_id[index]!r} in the target, {draft_by_id[index]!r} in the draft"
+        for index in renamed[:3]
+    ]
+    if len(renamed) > 3:
+        warnings.append(f"{len(renamed) - 3} more special tokens are named differently")
     if target_rows != draft_rows or max(len(target), len(draft)) > shared:
         warnings.append(f"ids from {shared} on are never drafted ({sizes})")
     for name in ("eos_token", "pad_token", "bos_token", "unk_token"):

@@ -1,0 +1,462 @@
+"""The report as one HTML page, by Jinja2: no script, no other file, no network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.gating import CANDIDATE
+from pipeline.core.metrics import METRICS
+from pipeline.core.report_page import (
+    SHARES,
+    TOKEN_ACCEPTANCE,
+    Documents,
+    candidates,
+    domains,
+    exact,
+    found,
+    measured,
+    predicted,
+    quantity,
+    registration,
+    span,
+    words,
+)
+
+TEMPLATE = "report.html.j2"
+PREDICTIONS = {
+    "measured-cost": "tokens per round / (k c + v(k))",
+    "classic": "(1 - a^(k+1)) / ((1 - a)(k c + 1)), a = token acceptance",
+    "simple": "1 / (1 - a (1 - c)), a = acceptance rate; optimistic, never gated",
+}
+STATISTIC_WORDS = {"point": "", "lower": "lower end ", "upper": "upper end "}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """`note` stands in small type under the text; `kind`: "", "number", "missing", or the state of a check."""
+
+    text: str
+    note: str = ""
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Table:
+    columns: list[str]
+    rows: list[list[Cell]]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A horizontal bar; `length` and the ends of the interval are percentages of its frame."""
+
+    label: str
+    series: int
+    text: str
+    length: float
+    interval: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Bars:
+    groups: list[tuple[str, list[Bar]]]  # a heading and its bars
+    reference: float | None  # where a ratio of 1 lies, a percentage of the frame
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line through `points`, percentages of the frame from its lower left corner, each with its value as text."""
+
+    label: str
+    series: int
+    points: list[tuple[float, float, str]]
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Ticks are pairs of a percentage of the frame and a text."""
+
+    lines: list[Line]
+    x_ticks: list[tuple[float, str]]
+    y_ticks: list[tuple[float, str]]
+    x_label: str
+
+
+def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
+    """The page for `documents`; its charts draw the rows of `plots` (see `plot_tables`)."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    content = {
+        "documents": documents,
+        "verdict_sentence": _verdict_sentence(documents),
+        "tiles": _tiles(documents),
+        "lossless_sentences": _lossless_sentences(documents.metrics),
+        "training_sentence": _training_sentence(plots["history"]),
+        "cost_sentence": _cost_sentence(documents.metrics),
+        "reference": _reference_cells(documents.metrics),
+        "tables": _tables(documents, plots),
+        "charts": _charts(documents.metrics, plots),
+        "words": words,
+    }
+    return environment.get_template(TEMPLATE).render(content)
+
+
+def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dict[str, Table]:
+    metrics, prompts = documents.metrics, documents.prompts
+    return {
+        "checks": _check_table(documents.verdict),
+        "acceptance": _acceptance_table(metrics),
+        "speed": _speed_table(metrics),
+        "predictions": _prediction_table(metrics),
+        "verify_cost": _verify_cost_table(plots["verify_cost"]),
+        "departures": _departure_table(metrics),
+        "prompts": _prompt_table(prompts),
+        "sources": _source_table(prompts),
+        "definitions": _definition_table(),
+        "settings": _settings_table(documents),
+        "machine": _facts_table(metrics["machine"]),
+    }
+
+
+def _charts(metrics: dict[str, Any], plots: dict[str, list[dict[str, Any]]]) -> dict[str, Bars | Lines]:
+    acceptance = [row for row in plots["acceptance_by_domain"] if row["metric"] == TOKEN_ACCEPTANCE]
+    positions = {
+        name: [(row["position"], row["share"]) for row in plots["acceptance_by_position"] if row["candidate"] == name]
+        for name in candidates(metrics)
+    }
+    costs = [(row["tokens"], row["ratio"]) for row in plots["verify_cost"]]
+    return {
+        "acceptance": _bars(metrics, acceptance, "value", "share", 1.0),
+        "speedup": _bars(metrics, plots["speedup"], "speedup", "ratio", None),
+        "positions": _step_lines(positions, "share", "position in the drafted block"),
+        "verify_cost": _step_lines({"verify cost": costs}, "ratio", "tokens in the target's pass (k + 1)"),
+        "training": _training_lines(plots["history"]),
+    }
+
+
+def _verdict_sentence(documents: Documents) -> str:
+    metrics, verdict = documents.metrics, documents.verdict
+    domain = metrics["domain"]
+    acceptance = measured(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")
+    speedup = measured(found(metrics, CANDIDATE, domain, "speedup"), "ratio")
+    outcome = "passed" if verdict["passed"] else "FAILED"
+    return (
+        f"The draft {outcome} the gate {verdict['gate']!r} with token acceptance {acceptance} and speedup {speedup}"
+        f" at k = {metrics['settings']['draft_length']} on {domain}, and is {registration(documents.receipt)}."
+    )
+
+
+def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
+    """The headline figures, each with its caption."""
+    metrics = documents.metrics
+    domain, settings, lossless = metrics["domain"], metrics["settings"], metrics["lossless"]
+    chosen = {"dev": "chosen on dev prompts", "configuration": "set in the configuration"}
+    return [
+        (f"token acceptance on {domain}", _cell(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")),
+        (f"speedup on {domain}", _cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio")),
+        ("draft length k", Cell(str(settings["draft_length"]), chosen[settings["draft_length_chosen_on"]])),
+        ("lossless", _cell(lossless, "share", f"of {lossless['count']} decoded prompts")),
+    ]
+
+
+def _cell(entry: dict[str, Any], unit: str, note: str = "") -> Cell:
+    if entry["value"] is None:
+        return Cell(entry["reason"], kind="missing")
+    return Cell(quantity(entry["value"], unit), note or span(entry["interval"], unit), "number")
+
+
+def _number(value: float, unit: str) -> Cell:
+    return Cell(quantity(value, unit), kind="number")
+
+
+def _or_reason(value: float | None, unit: str, reason: str) -> Cell:
+    return Cell(reason, kind="missing") if value is None else _number(value, unit)
+
+
+def _check_table(verdict: dict[str, Any]) -> Table:
+    rows = []
+    for item in verdict["checks"]:
+        unit = METRICS[item["metric"]].unit if item["metric"] in METRICS else ""
+        needs = f"{STATISTIC_WORDS[item['statistic']]}{item['op']} {exact(item['threshold'], unit)}"
+        notes = [] if item["shortfall"] is None else [f"missed by {_distance(item['shortfall'], unit)}"]
+        notes += [item["reason"]] if item["reason"] and item["value"] is not None else []
+        notes += ["a warning only"] if item["severity"] == "warn" else []
+        value = _cell(item, unit)
+        rows.append(
+            [
+                Cell(item["state"], kind=item["state"].replace(" ", "-")),
+                Cell(words(item["metric"])),
+                Cell(item["domain"]),
+                value,
+                Cell(needs, ", ".join(notes), "number"),
+                Cell(item["remedy"] or "none needed"),
+            ]
+        )
+    return Table(["result", "metric", "domain", "value, 95 % interval", "needs", "remedy"], rows)
+
+
+def _distance(shortfall: float, unit: str) -> str:
+    """Two digits that count, so that the narrowest miss is no zero."""
+    scale, suffix = (100, " percentage points") if unit == "share" else (1, "")
+    return f"{float(f'{scale * shortfall:.2g}'):g}{suffix}"
+
+
+def _acceptance_table(metrics: dict[str, Any]) -> Table:
+    rows = []
+    for domain in domains(metrics):
+        for candidate in candidates(metrics):
+            entries = [found(metrics, candidate, domain, name) for name in SHARES]
+            length = found(metrics, candidate, domain, "mean_acceptance_length")
+            rows.append(
+                [
+                    Cell(domain),
+                    Cell(words(candidate)),
+                    *(_cell(entry, "share") for entry in entries),
+                    _cell(length, "tokens per round"),
+                    _number(entries[0]["count"], "tokens"),
+                ]
+            )
+    k = metrics["settings"]["draft_length"]
+    heads = ["token acceptance, trimmed head", "full head", "without looping answers"]
+    served = [f"acceptance rate at k = {k}", "mean acceptance length"]
+    return Table(["domain", "candidate", *heads, *served, "golden answers"], rows)
+
+
+def _speed_table(metrics: dict[str, Any]) -> Table:
+    columns = {
+        "speedup": "speedup",
+        "tokens_per_second": "speculative",
+        "plain_tokens_per_second": "plain, same prompts",
+        "ttft_seconds": "time to first token",
+        "itl_p95_seconds": "inter-token latency, p95",
+    }
+    rows = []
+    for domain in domains(metrics):
+        for candidate in candidates(metrics):
+            entries = {name: found(metrics, candidate, domain, name) for name in columns}
+            if candidate != CANDIDATE and (domain == "all" or entries["speedup"]["value"] is None):
+                continue  # the others are timed on some prompts of the target domain only
+            cells = [_cell(entry, METRICS[name].unit) for name, entry in entries.items()]
+            count = _number(entries["speedup"]["count"], "tokens")
+            rows.append([Cell(domain), Cell(words(candidate)), *cells, count])
+    return Table(["domain", "candidate", *columns.values(), "prompts"], rows)
+
+
+def _prediction_table(metrics: dict[str, Any]) -> Table:
+    shown = domains(metrics)
+    speedups = [_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio") for domain in shown]
+    rows = [[Cell("measured"), Cell("plain seconds / speculative seconds, both prefills included"), *speedups]]
+    for name, formula in PREDICTIONS.items():
+        values = [predicted(metrics, CANDIDATE, domain, name) for domain in shown]
+        cells = [_or_reason(value, "ratio", "needs figures that were not measured") for value in values]
+        rows.append([Cell(name), Cell(formula), *cells])
+    return Table(["speedup", "formula", *shown], rows)
+
+
+def _reference_cells(metrics: dict[str, Any]) -> list[tuple[str, Cell]]:
+    reason = "not measured: evaluate.reference_prompts is 0"
+    names = {
+        "our decoder, plain": "our_plain_tokens_per_second",
+        "transformers' generate, plain": "transformers_plain_tokens_per_second",
+    }
+    return [(label, _or_reason(metrics["reference"][name], "tokens/s", reason)) for label, name in names.items()]
+
+
+def _cost_sentence(metrics: dict[str, Any]) -> str:
+    costs, k = metrics["costs"], metrics["settings"]["draft_length"]
+    seconds = costs["target_pass_seconds"]
+    c, v = costs["cost_ratio"], seconds[str(k + 1)] / seconds["1"]
+    return (
+        f"A draft step takes {quantity(costs['draft_step_seconds'], 's')}, a target pass over one token"
+        f" {quantity(seconds['1'], 's')}: cost ratio c = {c:.3f}. A pass over k + 1 = {k + 1} tokens costs v({k}) ="
+        f" {v:.2f} passes over one token. So a round at k = {k} costs k c + v(k) = {k * c + v:.2f} plain steps and pays"
+        " where it yields more tokens than that."
+    )
+
+
+def _verify_cost_table(rows: list[dict[str, Any]]) -> Table:
+    cells = [
+        [_number(row["tokens"], "tokens"), _number(row["seconds"], "s"), _number(row["ratio"], "ratio")] for row in rows
+    ]
+    return Table(["tokens in the pass", "time", "v: over the time for one token"], cells)
+
+
+def _lossless_sentences(metrics: dict[str, Any]) -> list[str]:
+    lossless, settings = metrics["lossless"], metrics["settings"]
+    if lossless["value"] is None:
+        return [f"Not judged: {lossless['reason']}."]
+    if settings["dtype"] == "float32" and settings["temperature"] == 0:
+        compared = "The timed float32 runs were compared token by token with plain decoding of the same prompts."
+    else:
+        compared = (
+            f"The timed runs are in {settings['dtype']} at temperature {settings['temperature']:g}; so prompts were"
+            " decoded again, greedily and in float32, and compared token by token with plain decoding."
+        )
+    sentences = [compared, f"{len(lossless['departures'])} of {lossless['count']} departed in float32."]
+    if "half_precision_departures" in lossless:
+        judged = lossless["half_precision_departures"]
+        legal = sum(item["legal"] for item in judged)
+        sentences.append(
+            f"{len(judged)} of the timed {settings['dtype']} runs departed from plain decoding; {legal} of them at a near"
+            f" tie that float32 confirms, which is legal, {len(judged) - legal} at no near tie. Only the first departure of"
+            " a run is judged."
+        )
+    return sentences
+
+
+def _departure_table(metrics: dict[str, Any]) -> Table:
+    lossless = metrics["lossless"]
+    rows = [
+        [
+            Cell("float32"),
+            *_departed(item),
+            Cell("float32 allows none", kind="missing"),
+            Cell("not legal", kind="failed"),
+        ]
+        for item in lossless["departures"]
+    ]
+    for item in lossless.get("half_precision_departures", []):
+        gap = _or_reason(item["float32_gap"], "logits", "not the float32 top two")
+        state = Cell("legal", kind="passed") if item["legal"] else Cell("not legal", kind="failed")
+        rows.append([Cell(metrics["settings"]["dtype"]), *_departed(item), gap, state])
+    return Table(["runs in", "prompt", "candidate", "first departing token", "float32 logit gap", "judgement"], rows)
+
+
+def _departed(item: dict[str, Any]) -> list[Cell]:
+    return [Cell(item["prompt_id"]), Cell(words(item["candidate"])), _number(item["token_index"] + 1, "tokens")]
+
+
+def _training_sentence(history: list[dict[str, str]]) -> str:
+    evaluated = [row for row in history if row["dev_token_acceptance"]]
+    if not evaluated:
+        return "Dev token acceptance was not measured during training."
+    best = max(evaluated, key=lambda row: float(row["dev_token_acceptance"]))
+    return (
+        f"The best of {len(evaluated)} measurements is {quantity(float(best['dev_token_acceptance']), 'share')} after"
+        f" {quantity(int(best['tokens']), 'tokens')} tokens (step {best['step']}); that checkpoint is the draft."
+    )
+
+
+def _prompt_table(prompts: dict[str, Any]) -> Table:
+    tasks = sorted({task for split in prompts["prompts"].values() for counts in split.values() for task in counts})
+    rows = []
+    for split, wanted in prompts["prompts_wanted"].items():
+        for domain, asked in wanted.items():
+            counts = prompts["prompts"][split].get(domain, {})
+            numbers = [*(counts.get(task, 0) for task in tasks), sum(counts.values()), asked]
+            rows.append([Cell(split), Cell(domain), *(_number(number, "tokens") for number in numbers)])
+    return Table(["split", "domain", *tasks, "prompts", "asked for"], rows)
+
+
+def _source_table(prompts: dict[str, Any]) -> Table:
+    rows = [
+        [
+            Cell(domain),
+            _number(count, "tokens"),
+            _number(prompts["clusters"][domain], "tokens"),
+            _number(prompts["near_duplicate_share"][domain], "share"),
+        ]
+        for domain, count in prompts["documents"].items()
+    ]
+    return Table(["domain", "documents", "clusters of near-duplicates", "near-duplicate share"], rows)
+
+
+def _definition_table() -> Table:
+    directions = {True: "higher is better", False: "lower is better", None: "neither, for reading"}
+    rows = [
+        [Cell(words(name)), Cell(metric.unit), Cell(directions[metric.higher_is_better]), Cell(metric.meaning)]
+        for name, metric in METRICS.items()
+    ]
+    return Table(["metric", "unit", "direction", "meaning"], rows)
+
+
+def _settings_table(documents: Documents) -> Table:
+    draft, metrics = documents.draft, documents.metrics
+    return _facts_table(
+        {
+            **metrics["settings"],
+            "draft": draft["name"],
+            "draft_fingerprint": draft["fingerprint"],
+            "draft_dtype": draft["dtype"],
+            **metrics["compatibility_key"],
+        }
+    )
+
+
+def _facts_table(facts: dict[str, Any]) -> Table:
+    rows = [[Cell(words(name)), Cell("none" if value is None else str(value))] for name, value in facts.items()]
+    return Table(["fact", "value"], rows)
+
+
+def _bars(
+    metrics: dict[str, Any], rows: list[dict[str, Any]], column: str, unit: str, largest: float | None
+) -> Bars:
+    """One bar per row, grouped by domain; the frame ends at `largest`, or where the longest interval does."""
+    ends = [row[name] for row in rows for name in (column, "upper") if row[name] is not None]
+    frame = largest or 1.05 * max([1.0, *ends])
+    order = candidates(metrics)
+    groups: dict[str, list[Bar]] = {}
+    for row in rows:
+        bar = Bar(
+            label=words(row["candidate"]),
+            series=order.index(row["candidate"]),
+            text=quantity(row[column], unit),
+            length=100 * row[column] / frame,
+            interval=None if row["lower"] is None else (100 * row["lower"] / frame, 100 * row["upper"] / frame),
+        )
+        groups.setdefault(row["domain"], []).append(bar)
+    shown = [(domain, groups[domain]) for domain in domains(metrics) if domain in groups]
+    return Bars(shown, None if largest else 100 / frame)
+
+
+def _step_lines(series: dict[str, list[tuple[int, float]]], unit: str, x_label: str) -> Lines:
+    """Lines over the whole numbers 1, 2, ...; each number has an equal band of the frame."""
+    steps = max([1, *(x for points in series.values() for x, _ in points)])
+    y_ticks, top = _axis([y for points in series.values() for _, y in points], unit)
+    lines = [
+        Line(
+            words(name),
+            index,
+            [(100 * (x - 0.5) / steps, 100 * y / top, f"{x}: {quantity(y, unit)}") for x, y in points],
+        )
+        for index, (name, points) in enumerate(series.items())
+        if points
+    ]
+    return Lines(lines, [(100 * (x - 0.5) / steps, str(x)) for x in range(1, steps + 1)], y_ticks, x_label)
+
+
+def _training_lines(history: list[dict[str, str]]) -> Lines:
+    points = [
+        (int(row["tokens"]), float(row["dev_token_acceptance"])) for row in history if row["dev_token_acceptance"]
+    ]
+    x_ticks, right = _axis([x for x, _ in points], "tokens")
+    y_ticks, top = _axis([y for _, y in points], "share")
+    placed = [(100 * x / right, 100 * y / top, f"{x:,} tokens: {quantity(y, 'share')}") for x, y in points]
+    return Lines([Line("dev token acceptance", 0, placed)] if points else [], x_ticks, y_ticks, "tokens trained on")
+
+
+def _axis(values: Sequence[float], unit: str) -> tuple[list[tuple[float, str]], float]:
+    """About five ticks from 0 at round numbers, and the number at the end of the frame."""
+    largest = max(values, default=0) or 1
+    magnitude = 10 ** math.floor(math.log10(largest / 4))
+    step = next(factor * magnitude for factor in (1, 2, 5, 10) if factor * magnitude >= largest / 4)
+    count = math.ceil(largest / step - 1e-9)
+    ticks = [(100 * index / count, _tick(index * step, unit)) for index in range(count + 1)]
+    return ticks, count * step
+
+
+def _tick(value: float, unit: str) -> str:
+    if unit == "tokens" and value >= 1000:
+        return f"{value / 1e6:g} M" if value >= 1e6 else f"{value / 1e3:g} k"
+    return exact(value, unit)

@@ -1,0 +1,361 @@
+"""The evaluation as a whole: which prompts are decoded by whom, what is derived from it, and what is worth a warning."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, List
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from pipeline.core import cost_model
+from pipeline.core.answers import Answer
+from pipeline.core.decoding import DecodeConfig
+from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from pipeline.core.evaluation import (
+    Agreement,
+    Engine,
+    Request,
+    Timed,
+    agreement_metrics,
+    judge_departures,
+    lookup_agreement,
+    lossless_measure,
+    served_metrics,
+    teacher_forced,
+    time_candidates,
+)
+from pipeline.core.linear import pack_linear_layers
+from pipeline.core.metrics import acceptance_by_position, aggregate
+from pipeline.core.sampling import Sampling
+
+PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
+COST_CONTEXT_TOKENS, COST_REPEATS = 128, 9
+SERVED_GAP_WORTH_A_WARNING = 0.1
+
+
+@dataclass
+class DecodeSettings(Sampling):
+    """How the draft is served: the sampling, and the tokens drafted per round."""
+
+    draft_length: int | None = None  # k; null: chosen on dev
+
+
+@dataclass
+class EvaluateConfig:
+    """How much is measured."""
+
+    max_new_tokens: int  # tokens decoded per timed prompt, EOS ignored
+    timed_prompts: int  # golden prompts of the target domain, distilled draft against plain
+    timed_prompts_other: int  # golden prompts of each other domain
+    baseline_prompts: int  # of those of the target domain, for prompt lookup and the undistilled draft
+    reference_prompts: int  # of those of the target domain, for transformers' own plain decoding
+    dev_prompts: int  # dev prompts of the target domain, for the choice of the draft length
+    draft_lengths: List[int]  # candidates for k
+    lookup_ngram: int  # longest n-gram that prompt lookup matches
+    lossless_prompts: int  # golden prompts decoded in float32 when the timed runs are not
+    lossless_new_tokens: int  # tokens of each
+    near_tie_gap: float  # half precision: largest float32 logit gap at which a departure from plain decoding is legal
+    bootstrap_samples: int  # resamples behind a 95 % interval
+    tokens_per_forward: int  # tokens of one teacher-forced pass
+
+
+@dataclass
+class Contestants:
+    """The models of an evaluation and what they may emit; `domain` is the target domain."""
+
+    target: PreTrainedModel
+    undistilled: PreTrainedModel
+    distilled: PreTrainedModel
+    head_token_ids: list[int]
+    vocabulary: range
+    domain: str
+
+
+@dataclass
+class Outcome:
+    """`metrics` for metrics.json, `requests` for the raw tables."""
+
+    metrics: dict[str, Any]
+    requests: list[Request]
+
+
+def evaluate(
+    models: Contestants, dev: list[Answer], golden: list[Answer], decode: DecodeSettings, config: EvaluateConfig, seed: int
+) -> Outcome:
+    """Measure the distilled draft beside prompt lookup and its undistilled self on golden prompts."""
+    sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
+    agreements = _agreements(models, golden, config, sampling)
+    packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
+    lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
+    drafter = ModelDrafter(models.distilled, models.head_token_ids)
+    costs = cost_model.measure_costs(packed.target, drafter, lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    settings = DecodeConfig(
+        draft_length=decode.draft_length or max(lengths),
+        max_new_tokens=config.max_new_tokens,
+        allowed_token_ids=models.vocabulary,
+        **vars(sampling),
+    )
+    if decode.draft_length is None:
+        chosen = _choose_draft_length(packed, dev, costs, settings, config, seed)
+        settings = dataclasses.replace(settings, draft_length=chosen)
+    timed, roster = _roster(models.domain, golden, config)
+    engine = _engine(packed, settings, config, [LOOKUP, UNDISTILLED, DISTILLED])
+    requests, plain = time_candidates(engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden")
+    candidates = _candidates(requests, agreements, settings.draft_length, costs, config)
+    metrics = {
+        "domain": models.domain,
+        "settings": {
+            **vars(decode),
+            "draft_length": settings.draft_length,
+            "draft_length_chosen_on": "configuration" if decode.draft_length else "dev",
+            "max_new_tokens": config.max_new_tokens,
+            "head_tokens": len(models.head_token_ids),
+            "dtype": str(models.target.dtype).removeprefix("torch."),
+            "device": models.target.device.type,
+        },
+        "candidates": candidates,
+        "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
+        "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
+        "costs": {
+            "cost_ratio": costs.cost_ratio,
+            "draft_step_seconds": costs.draft_step_seconds,
+            "target_pass_seconds": {str(k + 1): seconds for k, seconds in costs.target_pass_seconds.items()},
+        },
+        "warnings": _warnings(candidates[DISTILLED], models.domain),
+        "machine": machine(),
+    }
+    return Outcome(metrics, requests)
+
+
+def _agreements(
+    models: Contestants, golden: list[Answer], config: EvaluateConfig, sampling: Sampling
+) -> dict[str, list[Agreement]]:
+    """Teacher-forced agreement of every candidate on all golden answers."""
+    common = (models.head_token_ids, models.vocabulary, sampling, config.tokens_per_forward)
+    return {
+        LOOKUP: lookup_agreement(golden, config.lookup_ngram),
+        UNDISTILLED: teacher_forced(models.undistilled, models.target, golden, *common),
+        DISTILLED: teacher_forced(models.distilled, models.target, golden, *common),
+    }
+
+
+def _engine(models: Contestants, settings: DecodeConfig, config: EvaluateConfig, names: list[str]) -> Engine:
+    """Plain decoding and the candidates `names` over the same target."""
+    drafters: dict[str, Drafter] = {
+        LOOKUP: PromptLookupDrafter(config.lookup_ngram),
+        UNDISTILLED: ModelDrafter(models.undistilled, models.head_token_ids),
+        DISTILLED: ModelDrafter(models.distilled, models.head_token_ids),
+    }
+    engine = Engine(models.target, settings)
+    engine.add(PLAIN, None)
+    for name in names:
+        engine.add(name, drafters[name])
+    return engine
+
+
+def _choose_draft_length(
+    models: Contestants,
+    dev: list[Answer],
+    costs: cost_model.Costs,
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> int:
+    """The k with the best predicted speedup: measured costs, acceptance by position of the longest k on dev prompts."""
+    decoder = _engine(models, settings, config, [DISTILLED]).decoders[DISTILLED]
+    prompts = _pick([answer for answer in dev if answer.domain == models.domain], config.dev_prompts)
+    for answer in tqdm(prompts, desc="choose draft length on dev", unit=" prompts"):
+        decoder.submit(answer.prompt_ids.tolist(), seed)
+    rounds = []
+    while decoder.busy:
+        rounds += [block for event in decoder.step() if event.finished for block in event.finished.rounds]
+    by_position = acceptance_by_position(
+        [block.accepted for block in rounds], [block.drafted for block in rounds], settings.draft_length
+    )
+    return cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
+
+
+def _pick(answers: list[Answer], count: int) -> list[Answer]:
+    """The first `count` answers in the order of a hash of their ids: fixed, and blind to what they contain."""
+    return sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt_id.encode()).digest())[:count]
+
+
+def _roster(domain: str, golden: list[Answer], config: EvaluateConfig) -> tuple[list[Answer], dict[str, list[str]]]:
+    """The golden prompts that are decoded, and by which candidates each."""
+    timed: list[Answer] = []
+    roster: dict[str, list[str]] = {}
+    for name, answers in aggregate(golden, lambda answer: answer.domain).items():
+        if name == "all":
+            continue
+        chosen = _pick(answers, config.timed_prompts if name == domain else config.timed_prompts_other)
+        for index, answer in enumerate(chosen):
+            all_candidates = name == domain and index < config.baseline_prompts
+            roster[answer.prompt_id] = [LOOKUP, UNDISTILLED, DISTILLED] if all_candidates else [DISTILLED]
+        timed = chosen + timed if name == domain else timed + chosen
+    return timed, roster
+
+
+def _candidates(
+    requests: list[Request],
+    agreements: dict[str, list[Agreement]],
+    draft_length: int,
+    costs: cost_model.Costs,
+    config: EvaluateConfig,
+) -> dict[str, dict[str, dict]]:
+    """candidate -> domain (and "all") -> metric -> measure."""
+    result: dict[str, dict[str, dict]] = {}
+    for name, found in agreements.items():
+        served = aggregate([request for request in requests if request.candidate == name], lambda row: row.domain)
+        result[name] = {
+            domain: {
+                **agreement_metrics(rows, config.bootstrap_samples),
+                **served_metrics(served.get(domain, []), draft_length, config.bootstrap_samples),
+            }
+            for domain, rows in aggregate(found, lambda row: row.domain).items()
+        }
+    for metrics in result[DISTILLED].values():
+        metrics["predicted_speedup"] = _predictions(metrics, draft_length, costs)
+    return result
+
+
+def _predictions(metrics: dict[str, dict], draft_length: int, costs: cost_model.Costs) -> dict[str, float | None]:
+    """The three predicted speedups, each under its name; None where what it needs was not measured."""
+    length, rate = (metrics.get(name, {}).get("value") for name in ("mean_acceptance_length", "acceptance_rate"))
+    token_acceptance = metrics["token_acceptance_trimmed_head"]["value"]
+    c = costs.cost_ratio
+    return {
+        "measured-cost": None if length is None else cost_model.measured_cost_speedup(length, draft_length, costs),
+        "classic": None if token_acceptance is None else cost_model.classic_speedup(token_acceptance, draft_length, c),
+        "simple": None if rate is None else cost_model.simple_speedup(rate, c),
+    }
+
+
+def _lossless(
+    models: Contestants,
+    timed: list[Answer],
+    requests: list[Request],
+    plain: list[Timed],
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> dict[str, Any]:
+    """Token by token against plain decoding, greedily and in float32.
+
+    Greedy float32 runs are compared as they were timed. Otherwise a subset is decoded again in float32, and departures of
+    greedy half-precision runs are judged by their float32 gap: one that is no near tie makes the result 0.
+    """
+    greedy = settings.sampling.greedy
+    if greedy and models.target.dtype == torch.float32:
+        return lossless_measure(requests)
+    precise = dataclasses.replace(
+        models,
+        target=pack_linear_layers(copy.deepcopy(models.target).float()),
+        distilled=copy.deepcopy(models.distilled).float(),
+    )
+    subset = dataclasses.replace(
+        settings, max_new_tokens=config.lossless_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
+    )
+    engine = _engine(precise, subset, config, [DISTILLED])
+    checked, _ = time_candidates(
+        engine, timed[: config.lossless_prompts], lambda _: [DISTILLED], seed, "lossless in float32"
+    )
+    result = lossless_measure(checked)
+    if greedy:
+        prompts = {answer.prompt_id: answer.prompt_ids.tolist() for answer in timed}
+        plain_tokens = {answer.prompt_id: run.sequence.token_ids for answer, run in zip(timed, plain, strict=True)}
+        judged = judge_departures(precise.target, requests, prompts, plain_tokens, config.near_tie_gap)
+        result["half_precision_departures"] = judged
+        if not all(departure["legal"] for departure in judged):
+            result["value"] = 0.0
+    return result
+
+
+def _reference(
+    target: PreTrainedModel, answers: list[Answer], plain: list[Timed], settings: DecodeConfig
+) -> dict[str, float | None]:
+    """transformers' own plain decoding beside ours, tokens per second on the same prompts and lengths."""
+    if not answers:
+        return {"transformers_plain_tokens_per_second": None, "our_plain_tokens_per_second": None}
+    seconds = 0.0
+    for answer in answers:
+        prompt = torch.tensor(answer.prompt_ids[None].astype("int64"), device=target.device)
+        started = time.perf_counter()
+        target.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            min_new_tokens=settings.max_new_tokens,
+            max_new_tokens=settings.max_new_tokens,
+            do_sample=False,
+        )
+        seconds += time.perf_counter() - started
+    tokens = len(answers) * settings.max_new_tokens
+    return {
+        "transformers_plain_tokens_per_second": tokens / seconds,
+        "our_plain_tokens_per_second": tokens / sum(run.seconds for run in plain[: len(answers)]),
+    }
+
+
+def _warnings(distilled: dict[str, dict], domain: str) -> list[str]:
+    """Teacher-forced and served acceptance should tell the same story: the first drafted position against the former."""
+    metrics = distilled.get(domain, {})
+    forced = metrics.get("token_acceptance_trimmed_head", {}).get("value")
+    served = metrics.get("acceptance_by_position", {}).get("value")
+    if forced is None or not served or abs(forced - served[0]) <= SERVED_GAP_WORTH_A_WARNING:
+        return []
+    return [
+        f"served acceptance of the first drafted token on {domain} is {served[0]:.2f}, token acceptance on golden answers"
+        f" is {forced:.2f}: check that answers, template and sampling are those of production"
+    ]
+
+
+def summarise(metrics: dict[str, Any]) -> dict[str, float | str | None]:
+    """The headline figures, flat, for `dvc metrics`."""
+    summary: dict[str, float | str | None] = {
+        "draft_length": metrics["settings"]["draft_length"],
+        "cost_ratio": metrics["costs"]["cost_ratio"],
+        "lossless": metrics["lossless"]["value"],
+        **metrics["reference"],
+    }
+    for domain, found in metrics["candidates"][DISTILLED].items():
+        for name in ("token_acceptance_trimmed_head", "token_acceptance_full_head", "acceptance_rate", "speedup"):
+            summary[f"{name}_{domain}"] = found.get(name, {}).get("value")
+    domain = metrics["domain"]
+    interval = metrics["candidates"][DISTILLED].get(domain, {}).get("speedup", {}).get("interval")
+    summary[f"speedup_lower_{domain}"] = interval and interval[0]
+    for name in (LOOKUP, UNDISTILLED):
+        found = metrics["candidates"][name].get(domain, {})
+        for metric in ("token_acceptance_trimmed_head", "speedup"):
+            summary[f"{name}_{metric}_{domain}"] = found.get(metric, {}).get("value")
+    return summary
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    cuda = torch.cuda.is_available()
+    return {
+        "processor": processor_name(),
+        "threads": torch.get_num_threads(),
+        "accelerator": torch.cuda.get_device_name() if cuda else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def processor_name() -> str:
+    """The CPU's name as Linux gives it, with the widest vector instructions that torch uses."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()})"

@@ -1,0 +1,309 @@
+"""Measuring drafters against plain decoding, in one engine and one run, paired by prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from pipeline.core.answers import Answer, is_looping
+from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
+from pipeline.core.drafters import Drafter, PromptLookupDrafter
+from pipeline.core.metrics import acceptance_by_position, measure, no_data, ratio_measure
+from pipeline.core.sampling import Sampling, probabilities
+from pipeline.core.training import AnswerBatches, answer_logits
+
+
+@dataclass
+class Request:
+    """One prompt decoded once: what a service would log, plus the plain run it is paired with."""
+
+    candidate: str
+    prompt_id: str
+    domain: str
+    task: str
+    cluster: str
+    prompt_tokens: int
+    token_ids: list[int]
+    seconds: float
+    plain_seconds: float
+    ttft_seconds: float
+    gaps_seconds: list[float]
+    drafted: list[int]
+    accepted: list[int]
+    emitted: list[int]
+    first_departure: int | None  # index of the first token that differs from plain decoding
+
+
+@dataclass
+class Timed:
+    """A sequence with its start, for the times that a user feels."""
+
+    sequence: GeneratedSequence
+    seconds: float
+    ttft_seconds: float
+
+    @property
+    def gaps_seconds(self) -> list[float]:
+        return np.diff(self.sequence.timestamps).tolist()
+
+
+def time_one(decoder: Decoder, prompt: list[int], seed: int) -> Timed:
+    """Decode one prompt alone."""
+    started = time.perf_counter()
+    decoder.submit(prompt, seed)
+    events = []
+    while decoder.busy:
+        events += decoder.step()
+    sequence = events[-1].finished
+    return Timed(sequence, time.perf_counter() - started, sequence.timestamps[0] - started)
+
+
+@dataclass
+class Engine:
+    """Plain decoding and any number of candidates over the same target weights."""
+
+    target: PreTrainedModel
+    config: DecodeConfig
+    decoders: dict[str, Decoder] = field(default_factory=dict)
+
+    def add(self, name: str, drafter: PreTrainedModel | Drafter | None) -> None:
+        self.decoders[name] = Decoder(self.target, drafter, self.config)
+
+
+def time_candidates(
+    engine: Engine, answers: list[Answer], candidates_of: Callable[[Answer], list[str]], seed: int, description: str
+) -> tuple[list[Request], list[Timed]]:
+    """Decode each prompt plainly and with its candidates, one after the other, in turn; one warm-up prompt is discarded.
+
+    `candidates_of` names the decoders of `engine` that take part in a prompt. Returns the requests and the plain runs.
+    """
+    requests, plain_runs = [], []
+    warm_up = answers[0].prompt_ids.tolist()
+    for decoder in engine.decoders.values():
+        time_one(decoder, warm_up, seed)
+    total = sum(1 + len(candidates_of(answer)) for answer in answers) * engine.config.max_new_tokens
+    with tqdm(total=total, desc=description, unit=" tokens", unit_scale=True, mininterval=2) as progress:
+        for answer in answers:
+            prompt = answer.prompt_ids.tolist()
+            plain = time_one(engine.decoders["plain"], prompt, seed)
+            plain_runs.append(plain)
+            progress.update(len(plain.sequence.token_ids))
+            for name in candidates_of(answer):
+                run = time_one(engine.decoders[name], prompt, seed)
+                requests.append(_request(name, answer, run, plain))
+                progress.update(len(run.sequence.token_ids))
+    return requests, plain_runs
+
+
+def _request(name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
+    pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False)
+    departure = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+    rounds = run.sequence.rounds
+    return Request(
+        candidate=name,
+        prompt_id=answer.prompt_id,
+        domain=answer.domain,
+        task=answer.task,
+        cluster=answer.cluster,
+        prompt_tokens=len(answer.prompt_ids),
+        token_ids=run.sequence.token_ids,
+        seconds=run.seconds,
+        plain_seconds=plain.seconds,
+        ttft_seconds=run.ttft_seconds,
+        gaps_seconds=run.gaps_seconds,
+        drafted=[block.drafted for block in rounds],
+        accepted=[block.accepted for block in rounds],
+        emitted=[block.emitted for block in rounds],
+        first_departure=departure,
+    )
+
+
+def served_metrics(requests: list[Request], draft_length: int, samples: int) -> dict[str, dict]:
+    """Acceptance, speed and waiting times of one candidate on one group of prompts."""
+    if not requests:
+        return {}
+    clusters = [request.cluster for request in requests]
+    drafted = [sum(request.drafted) for request in requests]
+    accepted = [sum(request.accepted) for request in requests]
+    emitted = [sum(request.emitted) for request in requests]
+    seconds = [request.seconds for request in requests]
+    plain = [request.plain_seconds for request in requests]
+    tokens = [len(request.token_ids) for request in requests]
+    flat = [(a, d) for r in requests for a, d in zip(r.accepted, r.drafted, strict=True)]
+    by_position = acceptance_by_position([a for a, _ in flat], [d for _, d in flat], draft_length)
+    gaps = np.concatenate([request.gaps_seconds for request in requests])
+    count = len(requests)
+    return {
+        "acceptance_rate": {**ratio_measure(accepted, drafted, clusters, samples), "draft_length": draft_length},
+        "mean_acceptance_length": ratio_measure(emitted, [len(r.drafted) for r in requests], clusters, samples),
+        "acceptance_by_position": measure(by_position, count=count)
+        if by_position
+        else no_data("no round drafted a full block"),
+        "speedup": ratio_measure(plain, seconds, clusters, samples),
+        "tokens_per_second": ratio_measure(tokens, seconds, clusters, samples),
+        "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),
+        "ttft_seconds": ratio_measure([request.ttft_seconds for request in requests], [1] * count, clusters, samples),
+        "itl_p95_seconds": measure(float(np.quantile(gaps, 0.95)), count=count) if len(gaps) else no_data("one token each"),
+    }
+
+
+@dataclass
+class Agreement:
+    """Teacher-forced agreement of one candidate with the target on one golden answer (sums over its tokens)."""
+
+    prompt_id: str
+    domain: str
+    cluster: str
+    looping: bool
+    tokens: int
+    trimmed_head: float
+    full_head: float | None
+
+
+def teacher_forced(
+    draft: PreTrainedModel,
+    target: PreTrainedModel | None,
+    answers: list[Answer],
+    head_token_ids: list[int],
+    vocabulary: range,
+    sampling: Sampling,
+    tokens_per_forward: int,
+) -> list[Agreement]:
+    """Token acceptance per answer: sum(min(p, q)) over positions, greedily the positions where both argmax agree.
+
+    Greedily the stored top of the target decides and `target` may be None; above temperature 0 the target scores the
+    same prefixes, since its stored probabilities are not those after temperature and filters.
+    """
+    batches = AnswerBatches(answers, head_token_ids, tokens_per_forward, seed=0)
+    heads = {"trimmed_head": torch.tensor(head_token_ids, device=draft.device), "full_head": None}
+    found = []
+    with torch.inference_mode():
+        for index in range(len(batches)):
+            batch = {name: tensor.to(draft.device) for name, tensor in batches[index].items()}
+            overlap = {
+                name: _overlap(draft, target, batch, head, vocabulary, sampling) for name, head in heads.items()
+            }
+            start = 0
+            for answer in batches.groups[index]:
+                stop = start + len(answer.answer_ids)
+                sums = {name: values[start:stop].sum().item() for name, values in overlap.items()}
+                found.append(
+                    Agreement(
+                        answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids),
+                        stop - start, **sums,
+                    )
+                )  # fmt: skip
+                start = stop
+    return found
+
+
+def _overlap(
+    draft: PreTrainedModel,
+    target: PreTrainedModel | None,
+    batch: dict[str, Tensor],
+    head: Tensor | None,
+    vocabulary: range,
+    sampling: Sampling,
+) -> Tensor:
+    """sum(min(p, q)) at each answer position, [n]."""
+    logits = answer_logits(draft, batch, head)
+    if head is None:
+        logits = logits[:, : len(vocabulary)]
+        head = torch.arange(logits.shape[-1], device=logits.device)
+    if sampling.greedy:
+        return (head[logits.argmax(dim=-1)] == batch["target"]).double()
+    p = probabilities(answer_logits(target, batch, None)[:, : len(vocabulary)], sampling)
+    q = probabilities(logits, sampling)
+    return torch.minimum(p[:, head], q).sum(dim=-1).double()
+
+
+def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
+    """Share of answer positions whose token prompt lookup would have copied; positions without a match count as missed."""
+    drafter = PromptLookupDrafter(max_ngram)
+    drafter.open(1, Sampling(), range(1 << 31))
+    found = []
+    for answer in answers:
+        prompt, tokens = answer.prompt_ids.tolist(), answer.answer_ids.tolist()
+        hits = 0
+        for index, token in enumerate(tokens):
+            proposal = drafter.propose([prompt + tokens[:index]], [1], torch.zeros(1, dtype=torch.long))
+            hits += proposal.token_ids.flatten().tolist() == [token]
+        found.append(
+            Agreement(
+                answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids), len(tokens), hits, None
+            )
+        )
+    return found
+
+
+def agreement_metrics(agreements: list[Agreement], samples: int) -> dict[str, dict]:
+    """The three token acceptances of one candidate on one group of golden answers."""
+
+    def over(rows: list[Agreement], head: str) -> dict:
+        values = [getattr(row, head) for row in rows]
+        if any(value is None for value in values):
+            return no_data("this candidate has no output head")
+        return ratio_measure(values, [row.tokens for row in rows], [row.cluster for row in rows], samples)
+
+    straight = [row for row in agreements if not row.looping]
+    return {
+        "token_acceptance_trimmed_head": over(agreements, "trimmed_head"),
+        "token_acceptance_full_head": over(agreements, "full_head"),
+        "token_acceptance_without_loops": over(straight, "trimmed_head") if straight else no_data("every answer loops"),
+    }
+
+
+def lossless_measure(requests: list[Request]) -> dict:
+    """Share of prompts whose speculative tokens equal the plain ones, with the first departure of each that differs."""
+    if not requests:
+        return {**no_data("nothing was compared"), "departures": []}
+    departed = [request for request in requests if request.first_departure is not None]
+    departures = [
+        {"prompt_id": r.prompt_id, "candidate": r.candidate, "token_index": r.first_departure} for r in departed
+    ]
+    return {**measure(1 - len(departed) / len(requests), count=len(requests)), "departures": departures}
+
+
+@torch.inference_mode()
+def near_tie_gap(target_float32: PreTrainedModel, prefix: list[int], tokens: tuple[int, int]) -> float | None:
+    """Gap between the top two float32 logits after `prefix` when `tokens` are exactly those two, else None."""
+    logits = target_float32(torch.tensor([prefix], device=target_float32.device), use_cache=False).logits[0, -1]
+    top = logits.topk(2)
+    if set(tokens) != set(top.indices.tolist()):
+        return None
+    return (top.values[0] - top.values[1]).item()
+
+
+def judge_departures(
+    target_float32: PreTrainedModel,
+    requests: list[Request],
+    prompts: dict[str, list[int]],
+    plain_tokens: dict[str, list[int]],
+    largest_gap: float,
+) -> list[dict]:
+    """First departures of half-precision runs from plain ones; legal where float32 sees a near tie of the two tokens."""
+    judged = []
+    for request in requests:
+        if request.first_departure is None:
+            continue
+        index = request.first_departure
+        plain = plain_tokens[request.prompt_id]
+        pair = (request.token_ids[index], plain[index])
+        gap = near_tie_gap(target_float32, prompts[request.prompt_id] + plain[:index], pair)
+        judged.append(
+            {
+                "prompt_id": request.prompt_id,
+                "candidate": request.candidate,
+                "token_index": index,
+                "float32_gap": gap,
+                "legal": gap is not None and gap <= largest_gap,
+            }
+        )
+    return judged

@@ -1,0 +1,161 @@
+"""What the report and the closing summary say, without their layout: numbers as text, and the rows behind every chart.
+
+A missing number is shown as its reason. Nothing here computes a metric; see `pipeline.core.metrics`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.core.gating import CANDIDATE
+from pipeline.core.metrics import no_data
+
+TOKEN_ACCEPTANCE = "token_acceptance_trimmed_head"
+SHARES = (TOKEN_ACCEPTANCE, "token_acceptance_full_head", "token_acceptance_without_loops", "acceptance_rate")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How numbers of one unit are written: `scale` times the number, rounded, then the suffix."""
+
+    scale: float
+    decimals: int
+    suffix: str
+
+
+UNITS = {
+    "share": Unit(100, 1, " %"),
+    "ratio": Unit(1, 2, "×"),
+    "tokens/s": Unit(1, 1, " tokens/s"),
+    "tokens per round": Unit(1, 2, " per round"),
+    "s": Unit(1000, 1, " ms"),
+    "tokens": Unit(1, 0, ""),
+}
+PLAIN_NUMBER = Unit(1, 3, "")
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The artifacts of the earlier stages, as they were read."""
+
+    prompts: dict[str, Any]
+    draft: dict[str, Any]
+    history: list[dict[str, str]]  # rows of history.csv, every cell a text
+    metrics: dict[str, Any]
+    verdict: dict[str, Any]
+    receipt: dict[str, Any]
+
+
+def quantity(value: float, unit: str) -> str:
+    """`value` rounded for reading, with its unit."""
+    how = UNITS.get(unit, PLAIN_NUMBER)
+    return f"{how.scale * value:,.{how.decimals}f}{how.suffix}"
+
+
+def exact(value: float, unit: str) -> str:
+    """`value` as it was configured, with its unit."""
+    how = UNITS.get(unit, PLAIN_NUMBER)
+    return f"{how.scale * value:g}{how.suffix}"
+
+
+def span(interval: Sequence[float] | None, unit: str) -> str:
+    """A 95 % interval for reading; empty when there is none."""
+    if interval is None:
+        return ""
+    how = UNITS.get(unit, PLAIN_NUMBER)
+    low, high = (f"{how.scale * end:,.{how.decimals}f}" for end in interval)
+    return f"{low}–{high}{how.suffix}"
+
+
+def measured(entry: dict[str, Any], unit: str) -> str:
+    """A measure of metrics.json on one line: value and interval, or why there is none."""
+    if entry["value"] is None:
+        return f"no value: {entry['reason']}"
+    interval = span(entry["interval"], unit)
+    return quantity(entry["value"], unit) + (f" ({interval})" if interval else "")
+
+
+def candidates(metrics: dict[str, Any]) -> list[str]:
+    """The distilled draft, then what it is compared with, the simplest last."""
+    return sorted(reversed(list(metrics["candidates"])), key=lambda name: name != CANDIDATE)
+
+
+def domains(metrics: dict[str, Any]) -> list[str]:
+    """The target domain, the others, and "all" when there is more than one."""
+    names = [name for name in metrics["candidates"][CANDIDATE] if name not in (metrics["domain"], "all")]
+    return [metrics["domain"], *names, *(["all"] if names else [])]
+
+
+def found(metrics: dict[str, Any], candidate: str, domain: str, metric: str) -> dict[str, Any]:
+    """The measure, or an empty one with the reason."""
+    return metrics["candidates"][candidate].get(domain, {}).get(metric) or no_data("not measured in this domain")
+
+
+def predicted(metrics: dict[str, Any], candidate: str, domain: str, name: str) -> float | None:
+    """A predicted speedup; None for a candidate without predictions and where what it needs was not measured."""
+    return metrics["candidates"][candidate].get(domain, {}).get("predicted_speedup", {}).get(name)
+
+
+def registration(receipt: dict[str, Any]) -> str:
+    """What became of the draft in the model registry."""
+    if not receipt["registered"]:
+        return f"not registered: {receipt['reason']}"
+    return f"registered as {receipt['model_name']} version {receipt['version']} (@{receipt['alias']})"
+
+
+def words(name: str) -> str:
+    """An identifier as words."""
+    return name.replace("_", " ")
+
+
+def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
+    """The rows of plots/*.csv by file name; what has no value has no row, or an empty cell beside one that has."""
+    metrics = documents.metrics
+    pairs = [(candidate, domain) for candidate in candidates(metrics) for domain in domains(metrics)]
+    return {
+        "history": _history_rows(documents.history),
+        "acceptance_by_domain": [
+            {"candidate": candidate, "domain": domain, "metric": metric, "value": entry["value"], **_ends(entry)}
+            for candidate, domain in pairs
+            for metric in SHARES
+            if (entry := found(metrics, candidate, domain, metric))["value"] is not None
+        ],
+        "acceptance_by_position": [
+            {"candidate": candidate, "position": position, "share": share}
+            for candidate in candidates(metrics)
+            for position, share in enumerate(
+                found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or [], start=1
+            )
+        ],
+        "speedup": [
+            {
+                "candidate": candidate,
+                "domain": domain,
+                "speedup": entry["value"],
+                **_ends(entry),
+                "predicted_measured_cost": predicted(metrics, candidate, domain, "measured-cost"),
+            }
+            for candidate, domain in pairs
+            if (entry := found(metrics, candidate, domain, "speedup"))["value"] is not None
+        ],
+        "verify_cost": _verify_cost_rows(metrics["costs"]),
+    }
+
+
+def _history_rows(history: list[dict[str, str]]) -> list[dict[str, Any]]:
+    rows = [{name: row[name] for name in ("step", "tokens", "loss", "dev_token_acceptance")} for row in history]
+    return [row for row in rows if row["loss"] or row["dev_token_acceptance"]]
+
+
+def _ends(entry: dict[str, Any]) -> dict[str, float | None]:
+    lower, upper = entry["interval"] or (None, None)
+    return {"lower": lower, "upper": upper}
+
+
+def _verify_cost_rows(costs: dict[str, Any]) -> list[dict[str, Any]]:
+    seconds = {int(tokens): value for tokens, value in costs["target_pass_seconds"].items()}
+    return [
+        {"tokens": tokens, "seconds": value, "ratio": value / seconds[1]} for tokens, value in sorted(seconds.items())
+    ]

@@ -1,0 +1,61 @@
+"""distill: train the draft on the target's answers.
+
+Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
+Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
+Does:   forward KL from the stored probabilities; keeps the checkpoint of the best dev token acceptance. A killed run
+        continues from its newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import hydra
+
+from pipeline.adapters.answer_files import read_answers, read_facts
+from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, save_draft
+from pipeline.adapters.targets import Target, check_same_target
+from pipeline.core.artifacts import atomic_path, fingerprint
+from pipeline.core.models import ModelConfig
+from pipeline.core.training import DistillConfig, distill, write_history
+from pipeline.core.vocabulary import domain_token_ids
+from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
+
+
+@dataclass
+class Config:
+    target: ModelConfig
+    draft: DraftConfig
+    distill: DistillConfig
+    seed: int
+
+
+def run(config: Config) -> None:
+    root = input_path("")
+    target = Target(config.target, root)
+    vocabulary = check_draft(config.draft, target, root).shared_ids
+    facts = read_facts(input_path("data/answers/train"))
+    check_same_target(facts, target)
+    train = read_answers(input_path("data/answers/train"))
+    dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
+    head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
+    settings = (vars(config.distill), vars(config.draft), config.seed)
+    checkpoints = cache_path("distill", fingerprint(facts, [a.prompt_id for a in train], *settings))
+    draft = initial_draft(config.draft, target, root)
+    target.unload()
+    history = distill(draft, train, dev, head, config.distill, config.seed, checkpoints)
+    with atomic_path(output_path("data/draft")) as folder:
+        save_draft(folder, draft, target, head, config.draft)
+        write_effective_config(folder, config)
+    write_history(output_path("data/distill/history.csv"), history)
+    shutil.rmtree(checkpoints)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg):
+    execute(run, Config, cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""report: one page for all that was measured, and the end of the pipeline.
+
+Reads:  data/prompts/stats.json, data/draft/draft.json, data/distill/history.csv, data/eval/metrics.json,
+        data/gate/verdict.json, data/registry/receipt.json.
+Writes: data/report/index.html (self-contained), data/report/plots/*.csv (what its charts draw, for `dvc plots`).
+Does:   renders, then enforces the gate: with gate.enforce=true a failed verdict ends the stage with exit code 1.
+"""
+
+from __future__ import annotations
+
+import csv
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import hydra
+
+from pipeline.adapters.report_page import render
+from pipeline.core.artifacts import atomic_path, read_json
+from pipeline.core.errors import PipelineError
+from pipeline.core.report_page import Documents, plot_tables
+from pipeline.gate import GateConfig
+from pipeline.stage import execute, input_path, output_path
+
+PLOT_COLUMNS = {
+    "history": ("step", "tokens", "loss", "dev_token_acceptance"),
+    "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
+    "acceptance_by_position": ("candidate", "position", "share"),
+    "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
+    "verify_cost": ("tokens", "seconds", "ratio"),
+}
+
+
+@dataclass
+class Config:
+    gate: GateConfig
+
+
+def run(config: Config) -> None:
+    """Write the report.
+
+    Raises `PipelineError` when an artifact is missing and, after the report exists, when an enforced gate failed.
+    """
+    documents = _read_documents()
+    plots = plot_tables(documents)
+    with atomic_path(output_path("data/report")) as folder:
+        (folder / "plots").mkdir(parents=True)
+        for name, columns in PLOT_COLUMNS.items():
+            _write_rows(folder / "plots" / f"{name}.csv", columns, plots[name])
+        (folder / "index.html").write_text(render(documents, plots), encoding="utf-8")
+    print(f"report {output_path('data/report/index.html')}")
+    failed = [item for item in documents.verdict["checks"] if not item["passed"] and item["severity"] == "fail"]
+    if config.gate.enforce and failed:
+        names = ", ".join(f"{item['metric']} ({item['domain']})" for item in failed)
+        remedy = "see the remedy of each check in data/report/index.html."
+        raise PipelineError(f"The gate {documents.verdict['gate']!r} failed: {names}.", remedy)
+
+
+def _read_documents() -> Documents:
+    return Documents(
+        prompts=read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1),
+        draft=read_json(input_path("data/draft/draft.json"), "domain-draft/draft", 1),
+        history=_read_rows(input_path("data/distill/history.csv")),
+        metrics=read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1),
+        verdict=read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1),
+        receipt=read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1),
+    )
+
+
+def _read_rows(path: Path) -> list[dict[str, str]]:
+    try:
+        with path.open(encoding="utf-8", newline="") as stream:
+            return list(csv.DictReader(stream))
+    except FileNotFoundError:
+        raise PipelineError(f"{path} does not exist.", "run the stage that writes it: `dvc repro`.") from None
+
+
+def _write_rows(path: Path, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        writer = csv.DictWriter(stream, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+@hydra.main(version_base="1.3", config_path="../conf", config_name="config")
+def main(cfg):
+    execute(run, Config, cfg)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""summary: the closing lines of `make repro`.
+
+Reads:  data/eval/metrics.json, data/gate/verdict.json, data/registry/receipt.json, and the MLflow store that the receipt
+        names.
+Does:   prints what was reached and where to look; exits 1 when a file or the registered version is missing.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.core.artifacts import read_json
+from pipeline.core.errors import PipelineError
+from pipeline.core.gating import CANDIDATE, verdict_lines
+from pipeline.core.report_page import (
+    TOKEN_ACCEPTANCE,
+    candidates,
+    domains,
+    found,
+    measured,
+    quantity,
+    registration,
+    words,
+)
+from pipeline.stage import input_path
+
+STORE_TIMEOUT_SECONDS = 10.0
+
+
+def summary_lines() -> list[str]:
+    """The summary of the finished pipeline.
+
+    Raises `PipelineError` when a file is missing or the store lacks the registered version.
+    """
+    metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
+    verdict = read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1)
+    receipt = read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1)
+    page = input_path("data/report/index.html")
+    if not page.exists():
+        raise PipelineError(f"{page} does not exist.", "run the stage that writes it: `dvc repro`.")
+    _check_registered(receipt)
+    missed = [item for item in verdict["checks"] if not item["passed"]]
+    figures = [*_figures(metrics), [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]
+    places = [["model", registration(receipt)], ["report", str(page)], ["runs", _browse(receipt["tracking_uri"])]]
+    lines = _aligned([*figures, *places])
+    remedies = [f"  {line}" for line in verdict_lines({**verdict, "checks": missed})[:-1]]
+    title = f"Draft for {metrics['target']['name']} on {metrics['domain']}"
+    return [title, "", *lines[: len(figures)], *remedies, *lines[len(figures) :]]
+
+
+def _figures(metrics: dict[str, Any]) -> list[list[str]]:
+    """Rows of a label and its texts."""
+    domain, k = metrics["domain"], metrics["settings"]["draft_length"]
+    names = candidates(metrics)
+    acceptance = [
+        [f"  {row}", *(measured(found(metrics, name, row, TOKEN_ACCEPTANCE), "share") for name in names)]
+        for row in domains(metrics)
+    ]
+    reference = metrics["reference"]
+    engines = {"ours": "our_plain_tokens_per_second", "transformers": "transformers_plain_tokens_per_second"}
+    speeds = [
+        f"{engine} {'not measured' if reference[name] is None else quantity(reference[name], 'tokens/s')}"
+        for engine, name in engines.items()
+    ]
+    speedup = measured(found(metrics, CANDIDATE, domain, "speedup"), "ratio")
+    return [
+        ["token acceptance", *map(words, names)],
+        *acceptance,
+        ["speedup", f"{speedup} on {domain} at k = {k}"],
+        ["plain decoding", ", ".join(speeds)],
+        ["lossless", f"{measured(metrics['lossless'], 'share')} of {metrics['lossless']['count']} decoded prompts"],
+    ]
+
+
+def _outcome(verdict: dict[str, Any], missed: list[dict[str, Any]]) -> str:
+    total = len(verdict["checks"])
+    return f"{'passed' if verdict['passed'] else 'FAILED'}, {total - len(missed)} of {total} checks met"
+
+
+def _browse(tracking_uri: str) -> str:
+    """How to look at the runs of a store."""
+    if tracking_uri.startswith(("http://", "https://")):
+        return tracking_uri
+    return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    """Rows as lines: labels in one column, the texts of rows with several in columns."""
+    label_width = max(len(row[0]) for row in rows)
+    widths = [max(map(len, column)) for column in zip(*(row[1:] for row in rows if len(row) > 2), strict=True)] or [0]
+    lines = []
+    for label, *texts in rows:
+        padded = "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=False))
+        lines.append(f"{label:<{label_width}}  {padded}".rstrip())
+    return lines
+
+
+def _check_registered(receipt: dict[str, Any]) -> None:
+    """Raise `PipelineError` when the store lacks the version that the receipt names."""
+    if not receipt["registered"]:
+        return
+    from pipeline.adapters.mlflow_registry import MlflowStore, check_store
+
+    uri, name, version = (receipt[key] for key in ("tracking_uri", "model_name", "version"))
+    lacking = PipelineError(
+        f"data/registry/receipt.json names {name} version {version}, which the MLflow store {uri} lacks.",
+        "bring that store back, or delete data/registry/receipt.json and run `make repro` to register anew.",
+    )
+    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
+        raise lacking  # check_store would create an empty store there
+    check_store(uri, STORE_TIMEOUT_SECONDS)
+    if MlflowStore(uri).version_fingerprint(name, version) != receipt["fingerprint"]:
+        raise lacking
+
+
+def main() -> None:
+    try:
+        print("\n".join(summary_lines()))
+    except PipelineError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

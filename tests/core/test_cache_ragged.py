@@ -1,0 +1,63 @@
+"""Rolled-back junk is never seen; sliding windows; packed layers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tiny_models import noisy_copy, uncached_greedy
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
+
+from pipeline.core.cache import CachedModel
+from pipeline.core.decoding import DecodeConfig, decode
+from pipeline.core.linear import PackedLinear, can_pack, pack_linear_layers
+
+SHAPE = {
+    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 512, "sliding_window": 8, "initializer_range": 0.25,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+CONFIGS = {
+    "mistral": MistralConfig(num_hidden_layers=2, **SHAPE),
+    "gemma3": Gemma3TextConfig(
+        num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"], **SHAPE
+    ),
+}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_sliding_windows_are_right_beyond_the_window(family):
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(CONFIGS[family]).eval()
+    prompts = [[1, 2, 3], [index % 100 for index in range(30)]]
+    expected = [uncached_greedy(target, prompt, 30) for prompt in prompts]
+    for draft in (None, copy.deepcopy(target), noisy_copy(target, 0.02)):
+        result = decode(target, draft, prompts, DecodeConfig(draft_length=3, max_new_tokens=30))
+        assert [sequence.token_ids for sequence in result.sequences] == expected
+
+
+def test_growing_keeps_what_is_stored():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval()
+    ids = torch.randint(0, 100, (1, 40))
+    with torch.inference_mode():
+        cached = CachedModel(model, rows=1)
+        cached.reserve(20)
+        cached.forward(0, ids[:, :20], torch.arange(20)[None], 20)
+        cached.reserve(200)
+        logits = cached.forward(0, ids[:, 20:], torch.arange(20, 40)[None], 40)
+        assert torch.allclose(logits, model(ids, use_cache=False).logits[:, 20:], atol=1e-5)
+
+
+def test_packed_layers_compute_the_same_and_leave_the_model_alone():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    view = pack_linear_layers(model)
+    ids = torch.randint(0, 100, (2, 9))
+    with torch.inference_mode():
+        assert torch.allclose(view(ids).logits, model(ids).logits, atol=1e-5)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    if can_pack(model.lm_head):
+        assert isinstance(view.lm_head, PackedLinear) and not isinstance(model.lm_head, PackedLinear)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.core.cost_model import Costs, best_draft_length, classic_speedup, measured_cost_speedup, simple_speedup
+from pipeline.core.evaluation import Agreement, agreement_metrics
+from pipeline.core.metrics import acceptance_by_position, aggregate, ratio, ratio_measure
+
+
+def test_ratio_of_sums_and_no_data():
+    assert ratio([1, 3], [2, 6]) == 0.5
+    assert ratio([], []) is None
+    assert ratio_measure([], [], [], 100) == {"value": None, "interval": None, "count": 0, "reason": "no prompts"}
+
+
+def test_interval_covers_the_truth_and_widens_with_clusters():
+    rng = np.random.default_rng(0)
+    hits, tokens = rng.binomial(50, 0.6, size=80), np.full(80, 50)
+    apart = ratio_measure(hits, tokens, [str(i) for i in range(80)], 1000)
+    low, high = apart["interval"]
+    assert low < 0.6 < high and apart["count"] == 80
+    correlated = np.repeat(rng.choice([20, 40], size=20), 4)
+    together = ratio_measure(correlated, tokens, [str(i // 4) for i in range(80)], 1000)["interval"]
+    separate = ratio_measure(correlated, tokens, [str(i) for i in range(80)], 1000)["interval"]
+    assert together[1] - together[0] > 1.5 * (separate[1] - separate[0])
+
+
+def test_one_source_document_has_no_interval():
+    assert ratio_measure([1, 2], [2, 4], ["a", "a"], 100)["interval"] is None
+
+
+def test_acceptance_by_position_is_unconditional_over_full_blocks():
+    shares = acceptance_by_position([1, 4, 0, 2], [4, 4, 4, 2], 4)
+    assert shares == [2 / 3, 1 / 3, 1 / 3, 1 / 3]
+    assert shares == sorted(shares, reverse=True)
+    assert acceptance_by_position([1], [2], 4) is None
+
+
+def test_predicted_speedups():
+    costs = Costs(draft_step_seconds=0.1, target_pass_seconds={0: 1.0, 1: 1.0, 3: 1.2})
+    assert costs.cost_ratio == pytest.approx(0.1) and costs.verify_cost(3) == pytest.approx(1.2)
+    assert measured_cost_speedup(2.1, 3, costs) == pytest.approx(2.1 / 1.5)
+    assert classic_speedup(0.5, 3, 0.1) == pytest.approx((1 - 0.5**4) / (0.5 * 1.3))
+    assert classic_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.3)
+    assert simple_speedup(0.5, 0.1) == pytest.approx(1 / 0.55)
+    assert simple_speedup(0.0, 0.9) == 1.0
+    assert best_draft_length([0.9, 0.9, 0.9], [1, 3], costs) == 3
+    assert best_draft_length([0.1, 0.0, 0.0], [1, 3], costs) == 1
+
+
+def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():
+    rows = [Agreement("a", "legal", "1", True, 10, 10, 9), Agreement("b", "legal", "2", False, 10, 4, 2)]
+    found = agreement_metrics(rows, 100)
+    assert found["token_acceptance_trimmed_head"]["value"] == 0.7
+    assert found["token_acceptance_full_head"]["value"] == 0.55
+    assert found["token_acceptance_without_loops"]["value"] == 0.4
+    assert agreement_metrics(rows[:1], 100)["token_acceptance_without_loops"]["reason"] == "every answer loops"
+    lookup = [Agreement("a", "legal", "1", False, 10, 3, None)]
+    assert agreement_metrics(lookup, 100)["token_acceptance_full_head"]["value"] is None
+
+
+def test_aggregate_adds_all():
+    assert aggregate(["ab", "b", "ac"], lambda word: word[0]) == {"a": ["ab", "ac"], "b": ["b"], "all": ["ab", "b", "ac"]}

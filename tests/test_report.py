@@ -1,0 +1,354 @@
+"""The report stage: what the page and its CSV files say, and how an enforced gate ends the pipeline."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from pipeline import report, stage
+from pipeline.core.artifacts import write_json
+from pipeline.core.errors import PipelineError
+from pipeline.core.gating import Check, judge
+from pipeline.gate import GateConfig
+
+KEY = {"target": "builtin:tiny", "target_fingerprint": "ab12", "tokenizer": "cd34", "quantization": "none"}
+
+
+def entry(value, half_width=0.02, count=24, **more):
+    return {"value": value, "interval": [value - half_width, value + half_width], "count": count, "reason": None, **more}
+
+
+def missing(reason):
+    return {"value": None, "interval": None, "count": 0, "reason": reason}
+
+
+def teacher_forced(value, full_head):
+    shares = {"token_acceptance_trimmed_head": value, "token_acceptance_without_loops": value - 0.03}
+    full = missing("this candidate has no output head") if full_head is None else entry(full_head)
+    return {**{name: entry(share, count=72) for name, share in shares.items()}, "token_acceptance_full_head": full}
+
+
+def served(rate, speedup, positions):
+    return {
+        "acceptance_rate": entry(rate, draft_length=len(positions)),
+        "mean_acceptance_length": entry(1 + sum(positions), 0.1),
+        "acceptance_by_position": {"value": positions, "interval": None, "count": 24, "reason": None},
+        "speedup": entry(speedup, 0.06),
+        "tokens_per_second": entry(22.5 * speedup, 0.8),
+        "plain_tokens_per_second": entry(22.5, 0.4),
+        "ttft_seconds": entry(0.081, 0.004),
+        "itl_p95_seconds": {"value": 0.0612, "interval": None, "count": 24, "reason": None},
+    }
+
+
+def sample_metrics(domain="legal"):
+    predictions = {"measured-cost": 1.49, "classic": 1.83, "simple": 2.05}
+    unserved = dict.fromkeys(predictions)
+    distilled = {
+        domain: {
+            **teacher_forced(0.6213, 0.6170),
+            **served(0.52, 1.4132, [0.71, 0.55, 0.43, 0.35]),
+            "predicted_speedup": predictions,
+        },
+        "code": {**teacher_forced(0.312, 0.3330), "predicted_speedup": {**unserved, "classic": 1.21}},
+        "all": {
+            **teacher_forced(0.507, 0.51),
+            **served(0.49, 1.31, [0.68, 0.52, 0.4, 0.31]),
+            "predicted_speedup": predictions,
+        },
+    }
+    undistilled = {
+        domain: {**teacher_forced(0.071, 0.069), **served(0.03, 0.6214, [0.08, 0.02, 0.01, 0.0])},
+        "code": teacher_forced(0.052, 0.054),
+        "all": teacher_forced(0.062, 0.064),
+    }
+    lookup = {
+        domain: {**teacher_forced(0.214, None), **served(0.19, 1.1027, [0.26, 0.2, 0.16, 0.13])},
+        "code": teacher_forced(0.193, None),
+        "all": teacher_forced(0.207, None),
+    }
+    seconds = {"1": 0.0440, "2": 0.0452, "3": 0.0463, "4": 0.0481, "5": 0.0497, "7": 0.0522}
+    return {
+        "target": {"name": "tiny", "id": "builtin:tiny"},
+        "compatibility_key": KEY,
+        "domain": domain,
+        "settings": {
+            "temperature": 0.0,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "draft_length": 4,
+            "draft_length_chosen_on": "dev",
+            "max_new_tokens": 64,
+            "head_tokens": 12000,
+            "dtype": "bfloat16",
+            "device": "cpu",
+        },
+        "candidates": {"prompt_lookup": lookup, "undistilled": undistilled, "distilled": distilled},
+        "lossless": {
+            "value": 1.0,
+            "interval": None,
+            "count": 8,
+            "reason": None,
+            "departures": [],
+            "half_precision_departures": [
+                {"prompt_id": "p7", "candidate": "distilled", "token_index": 30, "float32_gap": 0.0213, "legal": True}
+            ],
+        },
+        "reference": {"transformers_plain_tokens_per_second": 19.24, "our_plain_tokens_per_second": 23.11},
+        "costs": {"cost_ratio": 0.152, "draft_step_seconds": 0.0067, "target_pass_seconds": seconds},
+        "warnings": ["served acceptance of the first drafted token on legal is 0.71, token acceptance is 0.62"],
+        "machine": {"processor": "Some CPU (AVX512)", "threads": 2, "accelerator": None, "torch": "2.11.0"},
+    }
+
+
+def sample_prompts(domain="legal"):
+    return {
+        "target_domain": domain,
+        "prompts": {
+            "train": {domain: {"continuation": 819, "instruction": 281}},
+            "dev": {domain: {"continuation": 41, "instruction": 7}, "code": {"instruction": 2, "continuation": 6}},
+            "golden": {domain: {"continuation": 58, "instruction": 14}, "code": {"continuation": 17}},
+        },
+        "prompts_wanted": {"train": {domain: 1100}, "dev": {domain: 48, "code": 8}, "golden": {domain: 72, "code": 24}},
+        "documents": {domain: 2024, "code": 168},
+        "clusters": {domain: 1408, "code": 166},
+        "near_duplicate_share": {domain: 0.3043, "code": 0.0119},
+        "dropped_by_overlap": {"train": 0, "dev": 7, "golden": 30},
+        "words": {"train": 43213, "dev": 2735, "golden": 5058},
+    }
+
+
+def write_artifacts(root, metrics=None, smallest_acceptance=0.45, receipt=None):
+    """What the stages before the report leave; a higher `smallest_acceptance` fails the gate."""
+    metrics = metrics or sample_metrics()
+    domain = metrics["domain"]
+    checks = [
+        Check("token_acceptance_trimmed_head", domain, "point", ">=", smallest_acceptance, "fail"),
+        Check("speedup", domain, "lower", ">", 1.1, "fail"),
+        Check("lossless", "all", "point", ">=", 1.0, "fail"),
+        Check("acceptance_rate", domain, "point", ">=", 0.54, "warn"),
+        Check("speedup", "code", "lower", ">", 1.0, "warn"),
+    ]
+    verdict = {"gate": "default", **judge(metrics, checks), "config": {}}
+    passed = verdict["passed"]
+    receipt = receipt or {
+        "registered": passed,
+        "reason": "the gate passed" if passed else "the gate 'default' failed: token_acceptance_trimmed_head",
+        "model_name": "tiny-legal-draft",
+        "version": "3" if passed else None,
+        "alias": "candidate" if passed else None,
+        "run_id": "r1",
+        "tracking_uri": f"sqlite:///{root}/mlflow.db",
+        "fingerprint": "ffff",
+    }
+    draft = {
+        "name": "pruned-4-layers",
+        "fingerprint": "ffff",
+        "compatibility_key": KEY,
+        "dtype": "bfloat16",
+        "layers": 4,
+        "parameters": 42_500_000,
+        "head_tokens": 12000,
+    }
+    write_json(root / "data/prompts/stats.json", "domain-draft/prompts", 1, sample_prompts(domain))
+    write_json(root / "data/draft/draft.json", "domain-draft/draft", 1, draft)
+    write_json(root / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
+    write_json(root / "data/gate/verdict.json", "domain-draft/verdict", 1, verdict)
+    write_json(root / "data/registry/receipt.json", "domain-draft/receipt", 1, receipt)
+    (root / "data/distill").mkdir(exist_ok=True)
+    (root / "data/distill/history.csv").write_text(
+        "step,tokens,loss,learning_rate,dev_token_acceptance\n10,210000,3.1,0.001,\n20,420000,2.2,0.0009,0.41\n"
+        "40,840000,1.7,0.0005,0.56\n60,1260000,1.5,0.0001,0.604\n80,1680000,1.45,0.0,0.601\n81,1701000,,0.0,\n"
+    )
+
+
+def config(enforce=False):
+    return report.Config(GateConfig("default", enforce, []))
+
+
+def page_of(root):
+    return (root / "data/report/index.html").read_text(encoding="utf-8")
+
+
+class Text(HTMLParser):
+    """The page's text outside its style sheet, its cells, and the tags left open."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.open, self.parts, self.cells = [], [], []
+        self.feed(page)
+        self.text = " ".join(" ".join(self.parts).split())
+
+    def handle_starttag(self, tag, attributes):
+        if tag != "meta":
+            self.open.append(tag)
+        if tag == "td":
+            self.cells.append("")
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag == "polyline"
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.parts.append(data)
+        if "td" in self.open:
+            self.cells[-1] += data.strip()
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage, "PROJECT_ROOT", tmp_path)
+    return tmp_path
+
+
+def test_the_page_carries_the_headline_and_every_section(project, capsys):
+    write_artifacts(project)
+    report.run(config())
+    assert capsys.readouterr().out == f"report {project}/data/report/index.html\n"
+    text = Text(page_of(project)).text
+    assert (
+        "The draft passed the gate 'default' with token acceptance 62.1 % (60.1–64.1 %) and speedup 1.41× (1.35–1.47×)"
+        " at k = 4 on legal, and is registered as tiny-legal-draft version 3 (@candidate)."
+    ) in text
+    for expected in (
+        "lower end > 1.1×",
+        "missed by 2 percentage points, a warning only",
+        "23.1 tokens/s",
+        "19.2 tokens/s",
+        "cost ratio c = 0.152",
+        "v(4) = 1.13",
+        "2.05×",
+        "is optimistic",
+        "81.0 ms",
+        "0 of 8 departed in float32",
+        "1 of them at a near tie",
+        "60.4 % after 1,260,000 tokens (step 60)",
+        "30.4 %",
+        "lower is better",
+        "Some CPU (AVX512)",
+        "42.5 M parameters",
+    ):
+        assert expected in text
+    assert page_of(project).startswith("<!doctype html>")
+
+
+def test_a_missing_number_shows_its_reason(project):
+    metrics = sample_metrics()
+    metrics["candidates"]["distilled"]["legal"]["itl_p95_seconds"] = missing("one token each")
+    metrics["lossless"] = {**missing("nothing was compared"), "departures": []}
+    metrics["reference"] = dict.fromkeys(metrics["reference"])
+    write_artifacts(project, metrics)
+    (project / "data/distill/history.csv").write_text("step,tokens,loss,learning_rate,dev_token_acceptance\n")
+    report.run(config())
+    page = Text(page_of(project))
+    for reason in (
+        "one token each",
+        "this candidate has no output head",
+        "nothing was compared",
+        "evaluate.reference_prompts is 0",
+        "not measured in this domain",
+        "Dev token acceptance was not measured",
+    ):
+        assert reason in page.text
+    assert all(page.cells)
+    assert not re.search(r"\b(nan|None|inf)\b", page.text)
+
+
+def test_an_evaluation_without_timed_prompts_still_renders(project):
+    metrics = sample_metrics()
+    shares = ("token_acceptance_trimmed_head", "token_acceptance_full_head", "token_acceptance_without_loops")
+    for candidate in metrics["candidates"].values():
+        candidate["legal"] = {name: candidate["legal"][name] for name in shares}
+        del candidate["all"], candidate["code"]
+    write_artifacts(project, metrics)
+    report.run(config())
+    page = Text(page_of(project))
+    assert "Nothing was measured." in page.text
+    assert "speedup no value: not measured in this domain" in page.text
+
+
+def test_texts_are_escaped_and_nothing_is_fetched(project):
+    write_artifacts(project, sample_metrics(domain="<b>x"))
+    report.run(config())
+    page = page_of(project)
+    assert "<b>" not in page and "&lt;b&gt;x" in page
+    assert Text(page).open == []
+    assert not re.search(r"https?:|src=|href=|url\(|@import|<script", page)
+
+
+def test_the_plots_are_whole_tables(project):
+    write_artifacts(project)
+    report.run(config())
+    tables = {}
+    for name, columns in report.PLOT_COLUMNS.items():
+        with (project / f"data/report/plots/{name}.csv").open(newline="") as stream:
+            reader = csv.DictReader(stream)
+            tables[name] = list(reader)
+        assert tuple(reader.fieldnames) == columns
+    assert [row["step"] for row in tables["history"]] == ["10", "20", "40", "60", "80"]
+    acceptance = {(row["candidate"], row["domain"], row["metric"]): row for row in tables["acceptance_by_domain"]}
+    assert float(acceptance["distilled", "code", "token_acceptance_trimmed_head"]["value"]) == 0.312
+    assert ("prompt_lookup", "legal", "token_acceptance_full_head") not in acceptance
+    assert [row["share"] for row in tables["acceptance_by_position"]][:4] == ["0.71", "0.55", "0.43", "0.35"]
+    speedups = {(row["candidate"], row["domain"]): row for row in tables["speedup"]}
+    assert set(speedups) == {
+        ("distilled", "legal"), ("distilled", "all"), ("undistilled", "legal"), ("prompt_lookup", "legal"),
+    }  # fmt: skip
+    assert speedups["distilled", "legal"]["predicted_measured_cost"] == "1.49"
+    assert speedups["prompt_lookup", "legal"]["predicted_measured_cost"] == ""
+    assert [row["tokens"] for row in tables["verify_cost"]] == ["1", "2", "3", "4", "5", "7"]
+    assert float(tables["verify_cost"][0]["ratio"]) == 1.0
+
+
+def test_an_enforced_gate_fails_after_the_report_exists(project):
+    write_artifacts(project, smallest_acceptance=0.7)
+    report.run(config(enforce=False))
+    text = Text(page_of(project)).text
+    assert "The draft FAILED the gate 'default'" in text
+    assert "not registered: the gate 'default' failed: token_acceptance_trimmed_head" in text
+    assert "generate more answers in this domain" in text
+    (project / "data/report/index.html").unlink()
+    with pytest.raises(PipelineError, match=r"failed: token_acceptance_trimmed_head \(legal\)\.") as error:
+        report.run(config(enforce=True))
+    assert "acceptance_rate" not in error.value.reason
+    assert (project / "data/report/index.html").exists()
+
+
+def test_an_enforced_gate_that_passed_ends_normally(project):
+    write_artifacts(project)
+    report.run(config(enforce=True))
+
+
+def test_a_quantised_target_is_labelled(project):
+    metrics = sample_metrics()
+    metrics["compatibility_key"] = {**KEY, "quantization": "4bit"}
+    write_artifacts(project, metrics)
+    report.run(config())
+    assert "The target is quantised (4bit)" in Text(page_of(project)).text
+
+
+@pytest.mark.parametrize("name", ["distill/history.csv", "registry/receipt.json"])
+def test_a_missing_artifact_is_named_and_leaves_no_report(project, name):
+    write_artifacts(project)
+    (project / "data" / name).unlink()
+    with pytest.raises(PipelineError, match=f"{name} does not exist.*dvc repro"):
+        report.run(config())
+    assert not (project / "data/report").exists()
+
+
+def test_the_same_artifacts_give_the_same_page(project):
+    write_artifacts(project)
+    report.run(config())
+    first = page_of(project)
+    path = project / "data/eval/metrics.json"
+    path.write_text(json.dumps(json.loads(path.read_text())))
+    report.run(config())
+    assert page_of(project) == first
