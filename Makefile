@@ -27,8 +27,7 @@ params: $(INSTALLED)
 
 repro: params
 	@echo "==> Running the pipeline: stages whose inputs did not change are skipped"
-	@$(RUN) dvc repro
-	@$(RUN) python -m pipeline.summary
+	@$(RUN) dvc repro; status=$$?; $(RUN) python -m pipeline.summary && exit $$status
 
 test: $(INSTALLED)
 	@echo "==> Running the tests"

@@ -1,7 +1,6 @@
 """summary: the closing lines of `make repro`.
 
-Reads:  data/eval/metrics.json, data/gate/verdict.json, data/registry/receipt.json, and the MLflow store that the receipt
-        names.
+Reads:  data/eval/metrics.json, data/gate/verdict.json, data/registry/receipt.json, and the MLflow store it names.
 Does:   prints what was reached and where to look; exits 1 when a file or the registered version is missing.
 """
 
@@ -66,12 +65,13 @@ def _figures(metrics: dict[str, Any]) -> list[list[str]]:
         for engine, name in engines.items()
     ]
     speedup = measured(found(metrics, CANDIDATE, domain, "speedup"), "ratio")
+    lossless = metrics["lossless"]
     return [
         ["token acceptance", *map(words, names)],
         *acceptance,
         ["speedup", f"{speedup} on {domain} at k = {k}"],
         ["plain decoding", ", ".join(speeds)],
-        ["lossless", f"{measured(metrics['lossless'], 'share')} of {metrics['lossless']['count']} decoded prompts"],
+        ["lossless", f"{measured(lossless, 'share')}, {lossless['count']} decoded prompts compared"],
     ]
 
 
@@ -90,7 +90,8 @@ def _browse(tracking_uri: str) -> str:
 def _aligned(rows: list[list[str]]) -> list[str]:
     """Rows as lines: labels in one column, the texts of rows with several in columns."""
     label_width = max(len(row[0]) for row in rows)
-    widths = [max(map(len, column)) for column in zip(*(row[1:] for row in rows if len(row) > 2), strict=True)] or [0]
+    columns = zip(*(texts for _, *texts in rows if len(texts) > 1), strict=True)
+    widths = [max(map(len, column)) for column in columns] or [0]
     lines = []
     for label, *texts in rows:
         padded = "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=False))

@@ -55,13 +55,13 @@ def test_a_registered_draft(project, store, capsys):
     assert rows["legal"] == ["62.1 % (60.1–64.1 %)", "7.1 % (5.1–9.1 %)", "21.4 % (19.4–23.4 %)"]
     assert rows["speedup"][0] == "1.41× (1.35–1.47×) on legal at k = 4"
     assert rows["plain decoding"][0] == "ours 23.1 tokens/s, transformers 19.2 tokens/s"
-    assert rows["lossless"][0] == "100.0 % of 8 decoded prompts"
+    assert rows["lossless"][0] == "100.0 %, 8 decoded prompts compared"
     assert rows["gate 'default'"][0] == "passed, 3 of 5 checks met"
     assert rows["model"][0] == "registered as tiny-legal-draft version 3 (@candidate)"
     assert rows["report"][0] == f"{project}/data/report/index.html"
     assert rows["runs"][0] == f"mlflow ui --backend-store-uri sqlite:///{project}/mlflow.db"
     assert any(line.startswith("  WARNED acceptance_rate (legal): 0.52, needs >= 0.54") for line in lines)
-    assert any(line.startswith("  NO DATA speedup (code)") for line in lines)
+    assert any(line.startswith("  NO DATA speedup (chat)") for line in lines)
     assert len(lines) <= 20
 
 

@@ -21,6 +21,7 @@ from pipeline.core.models import (
     load_config,
     load_model,
     load_tokenizer,
+    quiet_transformers,
     resolve_dtype,
     weights_fingerprint,
 )
@@ -82,7 +83,8 @@ def save_draft(
     """Write a standard transformers folder with the target's tokenizer, and beside it what our decoder needs to know."""
     draft = draft.to(resolve_dtype(config.dtype, default_device()))
     draft.generation_config = target.generation_config
-    draft.save_pretrained(folder)
+    with quiet_transformers():
+        draft.save_pretrained(folder)
     target.tokenizer.save_pretrained(folder)
     (folder / "head_token_ids.json").write_text(json.dumps(head_token_ids), encoding="utf-8")
     text = draft.config.get_text_config()

@@ -27,7 +27,7 @@ def resolve_model(model_id: str | None, project_root: Path) -> str:
 
         folder = models / f"tiny-{fingerprint_files([Path(tiny.__file__)])}"
         if not folder.is_dir():
-            with atomic_path(folder) as temporary:
+            with atomic_path(folder) as temporary, quiet_transformers():
                 save_tiny_target(temporary)
         return str(folder)
     if model_id.startswith("package:"):

@@ -37,7 +37,7 @@ STATISTIC_WORDS = {"point": "", "lower": "lower end ", "upper": "upper end "}
 
 @dataclass(frozen=True)
 class Cell:
-    """`note` stands in small type under the text; `kind`: "", "number", "missing", or the state of a check."""
+    """`note` stands in small type under the text; `kind`: "", "number", "limit", "missing", or a check's state."""
 
     text: str
     note: str = ""
@@ -97,6 +97,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["percent"] = lambda share: f"{share:.2f}%"
     content = {
         "documents": documents,
         "verdict_sentence": _verdict_sentence(documents),
@@ -104,10 +105,9 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "lossless_sentences": _lossless_sentences(documents.metrics),
         "training_sentence": _training_sentence(plots["history"]),
         "cost_sentence": _cost_sentence(documents.metrics),
-        "reference": _reference_cells(documents.metrics),
+        "reference_sentence": _reference_sentence(documents.metrics["reference"]),
         "tables": _tables(documents, plots),
         "charts": _charts(documents.metrics, plots),
-        "words": words,
     }
     return environment.get_template(TEMPLATE).render(content)
 
@@ -199,7 +199,7 @@ def _check_table(verdict: dict[str, Any]) -> Table:
                 Cell(words(item["metric"])),
                 Cell(item["domain"]),
                 value,
-                Cell(needs, ", ".join(notes), "number"),
+                Cell(needs, ", ".join(notes), "limit"),
                 Cell(item["remedy"] or "none needed"),
             ]
         )
@@ -245,8 +245,8 @@ def _speed_table(metrics: dict[str, Any]) -> Table:
     for domain in domains(metrics):
         for candidate in candidates(metrics):
             entries = {name: found(metrics, candidate, domain, name) for name in columns}
-            if candidate != CANDIDATE and (domain == "all" or entries["speedup"]["value"] is None):
-                continue  # the others are timed on some prompts of the target domain only
+            if candidate != CANDIDATE and entries["speedup"]["value"] is None:
+                continue  # what it is compared with is timed on prompts of the target domain only
             cells = [_cell(entry, METRICS[name].unit) for name, entry in entries.items()]
             count = _number(entries["speedup"]["count"], "tokens")
             rows.append([Cell(domain), Cell(words(candidate)), *cells, count])
@@ -264,13 +264,14 @@ def _prediction_table(metrics: dict[str, Any]) -> Table:
     return Table(["speedup", "formula", *shown], rows)
 
 
-def _reference_cells(metrics: dict[str, Any]) -> list[tuple[str, Cell]]:
-    reason = "not measured: evaluate.reference_prompts is 0"
-    names = {
-        "our decoder, plain": "our_plain_tokens_per_second",
-        "transformers' generate, plain": "transformers_plain_tokens_per_second",
-    }
-    return [(label, _or_reason(metrics["reference"][name], "tokens/s", reason)) for label, name in names.items()]
+def _reference_sentence(reference: dict[str, float | None]) -> str:
+    ours, theirs = (reference[f"{name}_plain_tokens_per_second"] for name in ("our", "transformers"))
+    if ours is None or theirs is None:
+        return "transformers' own plain decoding was not measured (evaluate.reference_prompts is 0)."
+    return (
+        f"Plain decoding of the same prompts by two engines: {quantity(ours, 'tokens/s')} with our decoder,"
+        f" {quantity(theirs, 'tokens/s')} with transformers' generate."
+    )
 
 
 def _cost_sentence(metrics: dict[str, Any]) -> str:
@@ -297,20 +298,20 @@ def _lossless_sentences(metrics: dict[str, Any]) -> list[str]:
     if lossless["value"] is None:
         return [f"Not judged: {lossless['reason']}."]
     if settings["dtype"] == "float32" and settings["temperature"] == 0:
-        compared = "The timed float32 runs were compared token by token with plain decoding of the same prompts."
+        compared = "The timed float32 runs were compared token by token with plain decoding of the same prompts"
     else:
         compared = (
-            f"The timed runs are in {settings['dtype']} at temperature {settings['temperature']:g}; so prompts were"
-            " decoded again, greedily and in float32, and compared token by token with plain decoding."
+            f"The timed runs are in {settings['dtype']} at temperature {settings['temperature']:g}. So prompts were"
+            " decoded again, greedily and in float32, and compared token by token with plain decoding"
         )
-    sentences = [compared, f"{len(lossless['departures'])} of {lossless['count']} departed in float32."]
+    sentences = [f"{compared}: {len(lossless['departures'])} of {lossless['count']} departed."]
     if "half_precision_departures" in lossless:
         judged = lossless["half_precision_departures"]
         legal = sum(item["legal"] for item in judged)
         sentences.append(
-            f"{len(judged)} of the timed {settings['dtype']} runs departed from plain decoding; {legal} of them at a near"
-            f" tie that float32 confirms, which is legal, {len(judged) - legal} at no near tie. Only the first departure of"
-            " a run is judged."
+            f"Timed {settings['dtype']} runs that departed from plain decoding: {len(judged)}; {legal} at a near tie"
+            f" that float32 confirms, which is legal, {len(judged) - legal} elsewhere. Only the first departure of a"
+            " run is judged."
         )
     return sentences
 

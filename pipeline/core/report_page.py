@@ -89,8 +89,11 @@ def domains(metrics: dict[str, Any]) -> list[str]:
 
 
 def found(metrics: dict[str, Any], candidate: str, domain: str, metric: str) -> dict[str, Any]:
-    """The measure, or an empty one with the reason."""
-    return metrics["candidates"][candidate].get(domain, {}).get(metric) or no_data("not measured in this domain")
+    """The measure, or an empty one with the reason; "all" stands only for a metric that every domain has."""
+    by_domain = metrics["candidates"][candidate]
+    if domain == "all" and any(metric not in measures for measures in by_domain.values()):
+        return no_data("not measured in every domain")
+    return by_domain.get(domain, {}).get(metric) or no_data("not measured in this domain")
 
 
 def predicted(metrics: dict[str, Any], candidate: str, domain: str, name: str) -> float | None:

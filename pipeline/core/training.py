@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from pipeline.core.answers import Answer
@@ -222,6 +223,7 @@ def distill(
             dev_batches=dev_batches,
             callbacks=[_Progress(tokens_per_step)],
         )
+        trainer.remove_callback(PrinterCallback)
         checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
         trainer.train(resume_from_checkpoint=checkpoint)
     draft.eval()

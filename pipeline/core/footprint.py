@@ -1,0 +1,254 @@
+"""What a run takes in parameters, bytes and seconds, from configs alone.
+
+Models are built on the meta device: shapes without memory. Seconds come from matrix products only, at the speed that this
+machine shows for such products now; Python, attention and data handling come on top.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from pipeline.core.cache import LENGTH_STEP
+from pipeline.core.comparison import EvaluateConfig
+from pipeline.core.errors import PipelineError
+from pipeline.core.models import quiet_transformers, resolve_dtype
+from pipeline.core.training import DistillConfig
+
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
+SPEED_SECONDS = 0.3  # spent on one measurement of matrix products
+SPEED_WIDTH, SPEED_MATRICES = 2048, 16  # together larger than a processor's caches, as a model's weights are
+SPEED_ROWS = 512  # more rows are no faster per row
+
+
+def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
+    """The model that `config` describes, without weights.
+
+    Raises `PipelineError` when transformers has no causal language model for it, or one whose forward pass does not take
+    positions and a cache, as decoding needs.
+    """
+    name = getattr(config, "name_or_path", "") or config.model_type
+    remedy = "choose a decoder-only transformer that AutoModelForCausalLM loads."
+    try:
+        with torch.device("meta"), quiet_transformers():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a model's constructor raises about its config
+        line = " ".join(str(error).split())[:200]
+        raise PipelineError(f"{name}: no model can be built from its configuration: {line}", remedy) from error
+    taken = inspect.signature(type(model).forward).parameters.keys()
+    missing = [names[0] for names in (("position_ids",), ("past_key_values", "cache")) if not taken & set(names)]
+    if missing:
+        raise PipelineError(f"{name}: its forward pass takes no {' and no '.join(missing)}.", remedy)
+    return model
+
+
+def active_parameters(model: PreTrainedModel, head_tokens: int | None = None) -> int:
+    """Weights that one token is multiplied with: without an embedding that is only looked up and without the experts that
+    the router leaves out; of the output head only `head_tokens` rows if given."""
+    text = model.config.get_text_config()
+    total = 0
+    for name, parameter in model.named_parameters():
+        size = parameter.numel()
+        if ".experts." in name and parameter.dim() == 3:
+            size = size * getattr(text, "num_experts_per_tok", parameter.shape[0]) // parameter.shape[0]
+        total += size
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    if embedding is not head:
+        total -= embedding.numel()
+    if head_tokens is not None:
+        total -= max(0, head.shape[0] - head_tokens) * head.shape[1]
+    return total
+
+
+def linear_parameters(model: PreTrainedModel) -> int:
+    """Weights in linear layers other than the output head: what bitsandbytes quantises."""
+    head = model.get_output_embeddings()
+    layers = (module for module in model.modules() if isinstance(module, nn.Linear) and module is not head)
+    return sum(layer.weight.numel() for layer in layers)
+
+
+def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantization: str = "none") -> int:
+    """Bytes of the loaded weights."""
+    quantized = 0 if quantization == "none" else linear_parameters(model)
+    return round((model.num_parameters() - quantized) * dtype.itemsize + quantized * QUANTIZED_BYTES.get(quantization, 0))
+
+
+def packed_bytes(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes of the second copy of the linear layers that decoding in float32 on a CPU prepares."""
+    if device.type != "cpu" or dtype != torch.float32:
+        return 0
+    return (linear_parameters(model) + model.get_output_embeddings().weight.numel()) * dtype.itemsize
+
+
+def kv_cache_bytes(config: PreTrainedConfig, rows: int, positions: int, dtype: torch.dtype) -> int:
+    """Bytes of keys and values of all layers for `rows` sequences of `positions` tokens each."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    key_width = value_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if getattr(text, "kv_lora_rank", None):  # latent attention is cached decompressed
+        key_width, value_width = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    capacity = -(-positions // LENGTH_STEP) * LENGTH_STEP
+    return text.num_hidden_layers * rows * heads * capacity * (key_width + value_width) * dtype.itemsize
+
+
+def optimizer_bytes(parameters: int) -> int:
+    """Bytes of float32 weights, their gradients and the two moments of AdamW."""
+    return 16 * parameters
+
+
+def checkpoint_bytes(parameters: int) -> int:
+    """Bytes of one training checkpoint: float32 weights and the two moments of AdamW."""
+    return 12 * parameters
+
+
+def activation_bytes(config: PreTrainedConfig, tokens: int, head_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes kept for the backward pass over `tokens` tokens without recomputation.
+
+    17 values per token, unit of width and layer (34 bytes in 16 bits: Korthikanti et al. 2022, without the attention
+    matrix, which fused attention does not store), and three float32 copies of the logits.
+    """
+    text = config.get_text_config()
+    return tokens * (17 * text.hidden_size * text.num_hidden_layers * dtype.itemsize + 3 * 4 * head_tokens)
+
+
+def answer_bytes(tokens: int, top_logprobs: int) -> int:
+    """Bytes of stored answers before compression: id and log-probability of each token and of its alternatives."""
+    return tokens * (8 + 6 * top_logprobs)
+
+
+@dataclass
+class Workload:
+    """How much the stages process at most."""
+
+    prompts: int  # of all splits
+    train_prompts: int
+    prompt_tokens: int  # of a longest prompt
+    answer_tokens: int  # of a longest answer
+    rows: int  # decoded together by generate
+    decoded_tokens: int  # decoded one by one by evaluate, drafts and plain decoding together
+
+
+@dataclass
+class Pair:
+    """Target and draft without weights, and how they would run."""
+
+    target: PreTrainedModel
+    draft: PreTrainedModel
+    device: torch.device
+    target_dtype: torch.dtype
+    draft_dtype: torch.dtype
+    quantization: str  # of the target: none | 8bit | 4bit
+
+    def generate_memory(self, rows: int, positions: int) -> dict[str, int]:
+        """Bytes while `rows` sequences of up to `positions` tokens are decoded together, by what takes them."""
+        packed = packed_bytes(self.target, self.target_dtype, self.device) if self.quantization == "none" else 0
+        return {
+            "target": weight_bytes(self.target, self.target_dtype, self.quantization) + packed,
+            "cache": kv_cache_bytes(self.target.config, rows, positions, self.target_dtype),
+            "logits": _logits_bytes(self.target, rows),
+        }
+
+    def distill_memory(self, config: DistillConfig) -> dict[str, int]:
+        """Bytes while the draft is trained, in float32 with autocast to the device's own dtype, by what takes them."""
+        head_tokens = min(config.head_tokens, self.draft.get_output_embeddings().weight.shape[0])
+        dtype = resolve_dtype("auto", self.device)
+        return {
+            "weights, gradients and optimizer": optimizer_bytes(self.draft.num_parameters()),
+            "activations": activation_bytes(self.draft.config, config.tokens_per_forward, head_tokens, dtype),
+        }
+
+    def evaluate_memory(self, tokens_per_forward: int, positions: int) -> dict[str, int]:
+        """Bytes while plain decoding and three drafters share the target at batch size 1, by what takes them.
+
+        In half precision the models are also copied to float32, for the check of losslessness.
+        """
+        models = ((self.target, self.target_dtype), (self.draft, self.draft_dtype))
+        caches = [kv_cache_bytes(model.config, 1, positions, dtype) for model, dtype in models]
+        full, drafts = torch.float32, weight_bytes(self.draft, self.draft_dtype)
+        copies = sum(weight_bytes(model, full) + packed_bytes(model, full, self.device) for model, _ in models)
+        return {
+            "target": self.generate_memory(1, positions)["target"],
+            "drafts": 2 * (drafts + packed_bytes(self.draft, self.draft_dtype, self.device)),
+            "float32 copies": 0 if self.target_dtype == full else copies,
+            "caches": 4 * caches[0] + 2 * caches[1],
+            "logits": _logits_bytes(self.target, tokens_per_forward),
+        }
+
+    def seconds(self, work: Workload, distill: DistillConfig) -> dict[str, float]:
+        """Seconds of matrix products per stage: 2 FLOPs per active weight and token, 6 in training (forward, and backward
+        to inputs and weights). Evaluate is counted as if no drafted token were accepted."""
+        target = 2 * active_parameters(self.target)
+        draft = 6 * active_parameters(self.draft, distill.head_tokens)
+        many = matmul_speed(SPEED_ROWS, self.target_dtype, self.device)
+        batch = matmul_speed(work.rows, self.target_dtype, self.device)
+        alone = matmul_speed(1, self.target_dtype, self.device)
+        trained = distill.epochs * work.train_prompts * (work.prompt_tokens + work.answer_tokens)
+        return {
+            "generate": work.prompts * target * (work.prompt_tokens / many + work.answer_tokens / batch),
+            "distill": draft * trained / many,
+            "evaluate": target * work.decoded_tokens / alone,
+        }
+
+
+def _logits_bytes(model: PreTrainedModel, tokens: int) -> int:
+    """Two float32 copies of the logits of a pass."""
+    return 2 * 4 * tokens * model.get_output_embeddings().weight.shape[0]
+
+
+def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) -> int:
+    """Tokens that evaluate decodes one by one; `golden`: prompts of each domain, `domain` the target domain."""
+    others = sum(min(config.timed_prompts_other, count) for name, count in golden.items() if name != domain)
+    own = min(config.timed_prompts, golden[domain])
+    runs = 2 * (own + others + min(config.baseline_prompts, own)) + config.reference_prompts + config.dev_prompts
+    return runs * config.max_new_tokens + 2 * config.lossless_prompts * config.lossless_new_tokens
+
+
+@torch.inference_mode()
+def matmul_speed(rows: int, dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of products of `rows` tokens with weights, measured for about a third of a second.
+
+    With few rows this is the speed at which weights come out of memory, with many that of arithmetic.
+    """
+    inputs = torch.ones(min(rows, SPEED_ROWS), SPEED_WIDTH, dtype=dtype, device=device)
+    weights = torch.full((SPEED_MATRICES, SPEED_WIDTH, SPEED_WIDTH), 0.01, dtype=dtype, device=device)
+    F.linear(inputs, weights[0])
+    _synchronize(device)
+    products, started = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - started) < SPEED_SECONDS:
+        F.linear(inputs, weights[products % SPEED_MATRICES])
+        _synchronize(device)
+        products += 1
+    return 2 * inputs.shape[0] * SPEED_WIDTH**2 * products / elapsed
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory_bytes(device: torch.device, all_devices: bool = False) -> int | None:
+    """Bytes that weights can still take on `device`, or on all accelerators together; None where it cannot be told.
+
+    On a CPU the memory that Linux calls available, or what the container's limit leaves if that is less.
+    """
+    if device.type == "cuda":
+        devices = range(torch.cuda.device_count()) if all_devices else [device]
+        return sum(torch.cuda.mem_get_info(index)[0] for index in devices)
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text(encoding="ascii")) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no such group, or the limit "max"
+        return available
+    return min(available, limit - used)

@@ -1,0 +1,150 @@
+"""Counts and bytes against real tiny models, caches and optimisers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3MoeConfig,
+)
+
+from pipeline.core import footprint
+from pipeline.core.cache import CachedModel
+from pipeline.core.comparison import EvaluateConfig
+from pipeline.core.errors import PipelineError
+from pipeline.core.training import DistillConfig
+
+SHAPE = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+TIED = LlamaConfig(**SHAPE, tie_word_embeddings=True)
+UNTIED = LlamaConfig(**SHAPE, tie_word_embeddings=False)
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("config", [TIED, UNTIED], ids=["tied", "untied"])
+def test_a_model_without_weights_counts_like_a_real_one(config):
+    real = AutoModelForCausalLM.from_config(config)
+    counted = footprint.meta_model(config)
+    assert counted.device.type == "meta"
+    assert counted.num_parameters() == real.num_parameters()
+    stored = {parameter.data_ptr(): parameter.nbytes for parameter in real.parameters()}
+    assert footprint.weight_bytes(counted, torch.float32) == sum(stored.values())
+
+
+def test_an_embedding_that_is_only_looked_up_is_not_active():
+    tied, untied = footprint.meta_model(TIED), footprint.meta_model(UNTIED)
+    assert footprint.active_parameters(tied) == tied.num_parameters()
+    assert footprint.active_parameters(untied) == footprint.active_parameters(tied)
+    assert footprint.active_parameters(tied, head_tokens=16) == tied.num_parameters() - 80 * 32
+    assert footprint.active_parameters(tied, head_tokens=1000) == tied.num_parameters()
+
+
+def test_only_the_chosen_experts_are_active():
+    options = {"num_experts": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+    counts = [
+        footprint.active_parameters(footprint.meta_model(Qwen3MoeConfig(**SHAPE, **options, num_experts_per_tok=chosen)))
+        for chosen in (2, 3)
+    ]
+    assert counts[1] - counts[0] == 2 * 3 * 32 * 16  # one more expert in each layer: gate, up and down projection
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "latent"])
+def test_cache_bytes_are_those_of_a_real_cache(name):
+    config = {
+        "llama": TIED,
+        "gemma3": Gemma3TextConfig(**SHAPE, head_dim=16, sliding_window=8),
+        "latent": DeepseekV3Config(**{**SHAPE, **LATENT}),
+    }[name]
+    cached = CachedModel(AutoModelForCausalLM.from_config(config).eval(), rows=3)
+    cached.reserve(40)
+    with torch.inference_mode():
+        cached.forward(0, torch.zeros(3, 5, dtype=torch.long), torch.arange(5).expand(3, 5), 5)
+    allocated = sum(layer.keys.nbytes + layer.values.nbytes for layer in cached._layers)
+    assert footprint.kv_cache_bytes(config, rows=3, positions=40, dtype=torch.float32) == allocated
+
+
+def test_training_bytes_are_those_of_a_real_step():
+    model = AutoModelForCausalLM.from_config(TIED)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(1, 3, dtype=torch.long)).logits.sum().backward()
+    optimizer.step()
+    moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    weights = list(model.parameters())
+    tensors = [*weights, *(weight.grad for weight in weights), *moments]
+    assert footprint.optimizer_bytes(model.num_parameters()) == sum(tensor.nbytes for tensor in tensors)
+    assert footprint.checkpoint_bytes(model.num_parameters()) == sum(tensor.nbytes for tensor in [*weights, *moments])
+
+
+def test_quantised_weights_leave_embedding_head_and_norms_whole():
+    model = footprint.meta_model(UNTIED)
+    linear = footprint.linear_parameters(model)
+    rest = model.num_parameters() - linear
+    assert rest == 2 * 96 * 32 + 5 * 32  # embedding, head, five norms
+    assert footprint.weight_bytes(model, torch.bfloat16, "8bit") == 2 * rest + linear
+    assert footprint.weight_bytes(model, torch.bfloat16, "4bit") == 2 * rest + linear * 9 // 16
+
+
+def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
+    monkeypatch.setattr(footprint, "matmul_speed", lambda *_: 1e9)
+    target, draft = footprint.meta_model(UNTIED), footprint.meta_model(TIED)
+    half = footprint.Pair(target, draft, CPU, torch.bfloat16, torch.bfloat16, "none")
+    full = footprint.Pair(target, draft, CPU, torch.float32, torch.float32, "none")
+    assert half.evaluate_memory(64, 40)["float32 copies"] > 4 * target.num_parameters()
+    assert full.evaluate_memory(64, 40)["float32 copies"] == 0
+    assert half.generate_memory(8, 40)["target"] == 2 * target.num_parameters()
+    assert full.generate_memory(8, 40)["target"] == 4 * target.num_parameters() + footprint.packed_bytes(
+        target, torch.float32, CPU
+    )
+    distill = DistillConfig(
+        epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1, tokens_per_step=8,
+        tokens_per_forward=8, evaluations=1, head_tokens=96,
+    )  # fmt: skip
+    work = footprint.Workload(10, 4, prompt_tokens=20, answer_tokens=30, rows=8, decoded_tokens=1000)
+    seconds = full.seconds(work, distill)
+    active = footprint.active_parameters(target)
+    assert seconds["generate"] == pytest.approx(2 * active * 10 * 50 / 1e9)
+    assert seconds["distill"] == pytest.approx(6 * footprint.active_parameters(draft) * 2 * 4 * 50 / 1e9)
+    assert seconds["evaluate"] == pytest.approx(2 * active * 1000 / 1e9)
+
+
+def test_decoded_tokens_are_bounded_by_the_golden_prompts():
+    config = EvaluateConfig(
+        max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3, dev_prompts=2,
+        draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
+        bootstrap_samples=10, tokens_per_forward=64,
+    )  # fmt: skip
+    assert footprint.decoded_tokens(config, {"legal": 5, "code": 9}, "legal") == (2 * (5 + 6 + 5) + 3 + 2) * 10 + 2 * 4 * 5
+
+
+@pytest.mark.parametrize("config", [BloomConfig(hidden_size=32, n_layer=1, n_head=2), MambaConfig(num_hidden_layers=1)])
+def test_a_forward_pass_without_positions_is_refused(config):
+    with pytest.raises(PipelineError, match=f"{config.model_type}: its forward pass takes no position_ids"):
+        footprint.meta_model(config)
+
+
+def test_a_model_that_is_no_causal_language_model_is_refused():
+    from transformers import ViTConfig
+
+    with pytest.raises(PipelineError, match="vit: no model can be built"):
+        footprint.meta_model(ViTConfig())
+
+
+def test_the_machine_is_measured(monkeypatch):
+    monkeypatch.setattr(footprint, "SPEED_SECONDS", 0.01)
+    monkeypatch.setattr(footprint, "SPEED_MATRICES", 1)
+    assert footprint.matmul_speed(1, torch.float32, CPU) > 1e6
+    free = footprint.free_memory_bytes(CPU)
+    assert free is None or free > 1 << 20

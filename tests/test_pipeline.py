@@ -1,0 +1,147 @@
+"""The whole DAG on the tiny model, in a clone of the project: end to end, re-run behaviour, overrides, other folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from dependencies import ROOT
+
+STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register", "report")
+
+
+def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
+    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
+    variables.pop("MLFLOW_TRACKING_URI", None) if "MLFLOW_TRACKING_URI" not in environment else None
+    variables.pop("PYTHONPATH", None) if "PYTHONPATH" not in environment else None
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
+
+
+def checked(command: list[str], folder: Path, **environment: str) -> str:
+    done = run(command, folder, **environment)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the project's files in a git repository of its own, with the smoke experiment run once."""
+    folder = tmp_path_factory.mktemp("clone")
+    names = checked(["git", "ls-files", "-coz", "--exclude-standard"], ROOT).split("\0")
+    for name in filter(None, names):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "t"]):
+        checked(["git", *command], folder)
+    checked([sys.executable, "-m", "pipeline.compose", "experiment=smoke"], folder)
+    checked(["dvc", "repro"], folder)
+    return folder
+
+
+def read(clone: Path, name: str) -> dict:
+    return json.loads((clone / name).read_text(encoding="utf-8"))
+
+
+def executed(output: str) -> set[str]:
+    return {name for name in STAGES if f"Running stage '{name}'" in output}
+
+
+def test_it_reaches_a_registered_draft(clone):
+    verdict, receipt = read(clone, "data/gate/verdict.json"), read(clone, "data/registry/receipt.json")
+    assert verdict["passed"] and verdict["gate"] == "smoke"
+    assert receipt["registered"] and receipt["model_name"] == "tiny-legal-draft"
+    assert (clone / "data/report/index.html").stat().st_size > 5000
+    metrics = read(clone, "data/eval/metrics.json")
+    assert set(metrics["candidates"]) == {"prompt_lookup", "undistilled", "distilled"}
+    assert set(metrics["candidates"]["distilled"]) == {"legal", "code", "conversation", "all"}
+    assert metrics["lossless"]["value"] == 1.0
+    assert metrics["candidates"]["distilled"]["legal"]["speedup"]["interval"] is not None
+
+
+def test_the_summary_says_it_all(clone):
+    text = checked([sys.executable, "-m", "pipeline.summary"], clone)
+    for words in ("legal", "code", "conversation", "transformers", "tiny-legal-draft", "index.html", "mlflow ui"):
+        assert words in text
+
+
+def test_no_stage_leaves_temporary_files_or_logs(clone):
+    left = [path for path in clone.rglob("*.tmp") if ".dvc" not in path.parts] + list(clone.glob("*.log"))
+    assert not left
+    assert not list((clone / ".cache").glob("distill/*/checkpoint-*"))
+
+
+def test_a_second_run_has_nothing_to_do(clone):
+    assert "Data and pipelines are up to date" in checked(["dvc", "repro"], clone)
+
+
+def test_dvc_shows_metrics_and_plots(clone):
+    assert "token_acceptance_trimmed_head_legal" in checked(["dvc", "metrics", "show", "--json"], clone)
+    checked(["dvc", "plots", "show", "-o", "plots"], clone)
+
+
+def test_an_override_reaches_the_code_and_reruns_what_depends_on_it(clone):
+    """P02: distill and what follows run, generation does not; the artifact and the tracked run say the new value."""
+    output = checked(["dvc", "exp", "run", "-S", "experiment=smoke", "-S", "distill.epochs=2"], clone)
+    assert executed(output) >= {"distill", "evaluate"} and not executed(output) & {"prepare", "generate"}
+    effective = yaml.safe_load((clone / "data/draft/config.yaml").read_text(encoding="utf-8"))
+    assert effective["distill"]["epochs"] == 2
+    params = yaml.safe_load((clone / "params.yaml").read_text(encoding="utf-8"))
+    assert {name: params[name] for name in effective} == effective
+    code = (
+        "import json, sys; from mlflow import MlflowClient\n"
+        "receipt = json.load(open('data/registry/receipt.json'))\n"
+        "run = MlflowClient(receipt['tracking_uri']).get_run(receipt['run_id'])\n"
+        "print([value for name, value in run.data.params.items() if name.endswith('distill.epochs')])\n"
+    )
+    assert "2" in checked([sys.executable, "-c", code], clone)
+    output = checked(["dvc", "exp", "run", "-S", "experiment=smoke", "-S", "decode.draft_length=2"], clone)
+    assert not executed(output) & {"prepare", "generate"}
+    assert read(clone, "data/eval/summary.json")["draft_length"] == 2
+    failed = run(["dvc", "exp", "run", "-S", "distill.no_such_key=3"], clone)
+    assert failed.returncode != 0 and "no_such_key" in failed.stdout + failed.stderr
+
+
+def test_an_edit_in_conf_reruns_exactly_its_stage(clone):
+    checked([sys.executable, "-m", "pipeline.compose", "experiment=smoke"], clone)
+    checked(["dvc", "repro"], clone)
+    path = clone / "conf/gate/smoke.yaml"
+    path.write_text(path.read_text(encoding="utf-8").replace("threshold: 0.05", "threshold: 0.04"), encoding="utf-8")
+    checked([sys.executable, "-m", "pipeline.compose", "experiment=smoke"], clone)
+    output = checked(["dvc", "repro"], clone)
+    assert "gate" in executed(output) and not executed(output) & {"prepare", "generate", "distill", "evaluate"}
+
+
+def test_stages_run_from_any_folder_and_with_chdir(clone, tmp_path):
+    """P04: paths are the project's, whatever the working directory."""
+    before = (clone / "data/gate/verdict.json").read_bytes()
+    arguments = ["experiment=smoke", "hydra.job.chdir=true", f"hydra.run.dir={tmp_path}/job"]
+    checked([sys.executable, "-m", "pipeline.gate", *arguments], tmp_path, PYTHONPATH=str(clone))
+    assert json.loads(before)["passed"] and read(clone, "data/gate/verdict.json")["passed"]
+    assert not (tmp_path / "data").exists()
+
+
+def test_multirun_jobs_write_into_their_own_folders(clone):
+    """P04: three results, none mixed, DVC's outputs untouched."""
+    before = (clone / "data/prompts/train.parquet").read_bytes()
+    checked([sys.executable, "-m", "pipeline.prepare", "-m", "experiment=smoke", "seed=1,2,3"], clone)
+    jobs = sorted((clone / "multirun").glob("*/*/*/data/prompts/train.parquet"))
+    assert len(jobs) == 3 and len({job.read_bytes() for job in jobs}) == 3
+    assert (clone / "data/prompts/train.parquet").read_bytes() == before
+
+
+def test_a_failed_gate_registers_nothing_and_can_end_the_run(clone):
+    overrides = ["-S", "experiment=smoke", "-S", "gate.checks.0.threshold=1.01"]
+    output = checked(["dvc", "exp", "run", *overrides], clone)
+    assert "FAILED" in output.upper()
+    receipt = read(clone, "data/registry/receipt.json")
+    assert not receipt["registered"] and receipt["reason"]
+    enforced = run(["dvc", "exp", "run", *overrides, "-S", "gate.enforce=true"], clone)
+    assert enforced.returncode != 0
+    assert (clone / "data/report/index.html").exists()
