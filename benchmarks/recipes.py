@@ -32,12 +32,12 @@ from pipeline.distill import Config
 
 VARIANTS = {
     "default": {},
+    "embeddings trained too": {"freeze_embeddings": False},
     "half the learning rate": {"learning_rate": 1e-3},
-    "1.5 x the learning rate": {"learning_rate": 3e-3},
-    "steps of 2048 tokens": {"tokens_per_step": 2048, "tokens_per_forward": 1024},
+    "twice the learning rate": {"learning_rate": 4e-3},
+    "steps of 4096 tokens": {"tokens_per_step": 4096},
     "2 layers: 0, 29": {"keep_layers": [0, 29]},
     "3 layers: 0, 1, 29": {"keep_layers": [0, 1, 29]},
-    "6 layers: 0, 1, 2, 27, 28, 29": {"keep_layers": [0, 1, 2, 27, 28, 29]},
     "head of 4096 tokens": {"head_tokens": 4096},
 }
 

@@ -2,8 +2,8 @@
 
 Reads:  the configuration; configs and tokenizers of target and draft, but no weights.
 Writes: nothing; prints one line per check.
-Does:   checks the models, the pair, the sources and the registry, and sets the memory, disk and time that the stages need
-        against what the machine has. All failures are shown, not only the first; any makes the exit code 1.
+Does:   checks the models, the pair, the sources and the registry, and compares the memory and disk that the stages need
+        with what is free. All failures are shown, not only the first; any makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ from pipeline.stage import execute, input_path
 
 GIB = 1 << 30
 TIGHT = 0.85  # share of what is free from which on a need is worth a warning
-FILLER = "the Licensee shall not assign or transfer this Agreement without prior written consent of the Licensor".split()
+FILLER = "the Licensee shall not assign or transfer this Agreement without the written consent of the Licensor".split()
 
 
 @dataclass
@@ -65,10 +66,10 @@ class Config:
     registry: RegistryConfig
 
 
-class Answer(NamedTuple):
-    """What a check that did not fail has to say; a `warning` makes it one."""
+class Passed(NamedTuple):
+    """What a check found that did not fail; with a `warning` it is reported as one."""
 
-    value: Any
+    value: Any  # for the checks that build on this one
     detail: str
     warning: str = ""
     remedy: str = ""
@@ -80,7 +81,7 @@ class Finding:
     result: str  # ok | warning | failed | not run
     detail: str
     remedy: str
-    value: Any = None  # for the checks that build on this one
+    value: Any = None
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Report:
 
     findings: list[Finding] = dataclasses.field(default_factory=list)
 
-    def check(self, name: str, function: Callable[..., Answer], *needs: Finding) -> Finding:
+    def check(self, name: str, function: Callable[..., Passed], *needs: Finding) -> Finding:
         """Note what `function` says about the values of `needs`, or that it cannot run without one of them."""
         missing = [need.check for need in needs if need.result in ("failed", "not run")]
         if missing:
@@ -112,7 +113,7 @@ class Report:
         lines = []
         for finding in self.findings:
             texts = [finding.detail, finding.remedy and f"-> {finding.remedy}"]
-            cells = [line for text in texts for line in textwrap.wrap(text, room)]
+            cells = [line for text in texts for line in textwrap.wrap(text, room, break_on_hyphens=False)]
             lines.append(f"{finding.check:{names}}  {finding.result:7}  {cells[0]}")
             lines += [" " * (names + 11) + cell for cell in cells[1:]]
         return "\n".join(lines)
@@ -151,27 +152,28 @@ def run(config: Config) -> None:
         raise PipelineError(f"{len(failed)} of {len(report.findings)} checks failed.", "follow the remedies above.")
 
 
-def _machine() -> Answer:
+def _machine() -> Passed:
     facts, device = machine(), default_device()
     accelerator = facts["accelerator"] or "no accelerator"
     dtype = str(resolve_dtype("auto", device)).removeprefix("torch.")
-    return Answer(None, f"{facts['processor']}, {facts['threads']} threads, {accelerator}; dtype auto is {dtype}")
+    return Passed(None, f"{facts['processor']}, {facts['threads']} threads, {accelerator}; dtype auto is {dtype}")
 
 
-def _configuration(config: ModelConfig, root: Path) -> Answer:
+def _configuration(config: ModelConfig, root: Path) -> Passed:
     location = resolve_model(config.id, root)
     found = load_config(location, config.revision, config.trust_remote_code)
     text = found.get_text_config()
     layers = getattr(text, "num_hidden_layers", "?")
-    return Answer((location, found), f"{config.id}: {text.model_type}, {layers} layers of width {text.hidden_size}")
+    return Passed((location, found), f"{config.id}: {text.model_type}, {layers} layers of width {text.hidden_size}")
 
 
-def _cache(found: tuple) -> Answer:
-    kinds = layer_types(found[1])
-    return Answer(None, ", ".join(f"{kinds.count(kind)} x {kind}" for kind in sorted(set(kinds))) + ": can be rolled back")
+def _cache(found: tuple) -> Passed:
+    counts = Counter(layer_types(found[1]))
+    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
+    return Passed(None, f"{kinds}: can be rolled back by position")
 
 
-def _tokenizer(config: ModelConfig, location: str, found: Any) -> Answer:
+def _tokenizer(config: ModelConfig, location: str, found: Any) -> Passed:
     tokenizer = load_tokenizer(location, config.revision, config.trust_remote_code)
     rows, size = found.get_text_config().vocab_size, len(tokenizer)
     detail = f"{size} tokens, {rows} embedding rows"
@@ -182,10 +184,10 @@ def _tokenizer(config: ModelConfig, location: str, found: Any) -> Answer:
         warning = f"{size - rows} tokens have no embedding row and must not occur in prompts"
     if max(tokenizer.get_vocab().values()) >= size:
         warning = f"its ids have holes, so real tokens from id {size} on are taken for padding"
-    return Answer(tokenizer, detail, warning, warning and "check that tokenizer and model belong together.")
+    return Passed(tokenizer, detail, warning, warning and "check that tokenizer and model belong together.")
 
 
-def _end_of_answers(config: ModelConfig, found: tuple, tokenizer: Any) -> Answer:
+def _end_of_answers(config: ModelConfig, found: tuple, tokenizer: Any) -> Passed:
     location, model_config = found
     ids = eos_token_ids(load_generation_config(location, config.revision), tokenizer)
     real = min(len(tokenizer), model_config.get_text_config().vocab_size)
@@ -195,19 +197,20 @@ def _end_of_answers(config: ModelConfig, found: tuple, tokenizer: Any) -> Answer
             "correct eos_token_id in the target's generation_config.json.",
         )
     if not ids:
-        return Answer(ids, "no token ends an answer", "all run to max_new_tokens", "give the target an eos_token_id.")
-    own = tokenizer.eos_token_id
-    warning = f"the tokenizer's own, {tokenizer.eos_token!r}, is not among them" if own not in (None, *ids) else ""
-    remedy = "check eos_token_id in the target's generation_config.json." if warning else ""
-    return Answer(ids, ", ".join(f"{index} {tokenizer.convert_ids_to_tokens(index)!r}" for index in ids), warning, remedy)
+        return Passed(ids, "no token ends an answer", "all run to max_new_tokens", "give the target an eos_token_id.")
+    detail = ", ".join(f"{index} {tokenizer.convert_ids_to_tokens(index)!r}" for index in ids)
+    if tokenizer.eos_token_id in (None, *ids):
+        return Passed(ids, detail)
+    warning = f"the tokenizer's own, {tokenizer.eos_token!r}, is not among them"
+    return Passed(ids, detail, warning, "check eos_token_id in the target's generation_config.json.")
 
 
-def _quantization(config: ModelConfig) -> Answer:
+def _quantization(config: ModelConfig) -> Passed:
     quantized = quantization_config(config) is not None
-    return Answer(None, f"{config.quantization}: bitsandbytes runs here" if quantized else "none")
+    return Passed(None, f"{config.quantization}: bitsandbytes runs here" if quantized else "none")
 
 
-def _draft(config: Config, root: Path) -> Answer:
+def _draft(config: Config, root: Path) -> Passed:
     target = Target(dataclasses.replace(config.target, quantization="none"), root)
     match = check_draft(config.draft, target, root)
     warnings = list(match.warnings)
@@ -215,35 +218,41 @@ def _draft(config: Config, root: Path) -> Answer:
         location = resolve_model(config.draft.id, root)
         own = eos_token_ids(load_generation_config(location, config.draft.revision), target.tokenizer)
         if own != target.eos_token_ids:
-            warnings.append(f"end-of-answer ids differ, {own} in the draft: the target's {target.eos_token_ids} are used")
+            warnings.append(f"end-of-answer ids are {own} in the draft: the target's {target.eos_token_ids} are used")
     if undrafted := [index for index in target.eos_token_ids if index not in match.shared_ids]:
         warnings.append(f"the end-of-answer ids {undrafted} are never drafted")
     layers = f"layers {config.draft.keep_layers} of the target" if config.draft.init == "pruned" else config.draft.id
     detail = f"{config.draft.init}, {layers}; {len(match.shared_ids)} shared token ids"
-    return Answer(target, detail, "; ".join(warnings), "nothing to do: the answers stay the target's." if warnings else "")
+    remedy = "none needed: the answers stay the target's." if warnings else ""
+    return Passed(target, detail, "; ".join(warnings), remedy)
 
 
-def _pair(config: Config, target: Target, root: Path) -> Answer:
+def _pair(config: Config, target: Target, root: Path) -> Passed:
     """Both models without weights."""
     whole = footprint.meta_model(target.model_config, config.target.trust_remote_code)
     if config.draft.init == "pruned":
-        with torch.device("meta"):
-            draft = keep_layers(whole, config.draft.keep_layers)
+        try:
+            with torch.device("meta"):
+                draft = keep_layers(whole, config.draft.keep_layers)
+        except RuntimeError as error:  # the weights that are left do not make up a model
+            raise PipelineError(
+                f"Layers of a {whole.config.model_type} target cannot be taken out.", "use draft.init=pretrained."
+            ) from error
     else:
         location = resolve_model(config.draft.id, root)
         draft = footprint.meta_model(load_config(location, config.draft.revision))
     device = default_device()
     dtypes = (resolve_dtype(name, device) for name in (config.target.dtype, config.draft.dtype))
     pair = footprint.Pair(whole, draft, device, *dtypes, config.target.quantization)
-    return Answer(pair, f"target {whole.num_parameters():,}, draft {draft.num_parameters():,}")
+    return Passed(pair, f"target {whole.num_parameters():,}, draft {draft.num_parameters():,}")
 
 
-def _draft_head(pair: footprint.Pair) -> Answer:
+def _draft_head(pair: footprint.Pair) -> Passed:
     check_plain_head(pair.draft)
-    return Answer(None, "its logits are those of its output head, as distillation needs")
+    return Passed(None, "its logits are those of its output head, as distillation needs")
 
 
-def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Answer:
+def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Passed:
     """Tokens of a longest prompt with this tokenizer and template, against the positions of both models."""
     words = config.domain.prompt_words.maximum
     text = " ".join(FILLER[index % len(FILLER)] for index in range(words))
@@ -262,10 +271,10 @@ def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Answ
             f"Prompts of about {prompt} tokens ({words} words) and {new} new ones exceed {limit} positions.",
             "lower domain.prompt_words.maximum or max_new_tokens of generate and evaluate.",
         )
-    return Answer(prompt, f"about {prompt} tokens for {words} words, {new} new ones; {limit or 'any number of'} positions")
+    return Passed(prompt, f"about {prompt} tokens for {words} words, {new} new ones; {limit or 'unlimited'} positions")
 
 
-def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Answer:
+def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Passed:
     if stage == "generate":
         needs = pair.generate_memory(config.generate.batch_size, prompt + config.generate.max_new_tokens)
         remedy = "lower generate.batch_size, or set target.quantization or target.device_map=auto."
@@ -280,17 +289,17 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> An
     return _compare("memory", needs, free, remedy)
 
 
-def _compare(what: str, needs: dict[str, int], free: int | None, remedy: str) -> Answer:
+def _compare(what: str, needs: dict[str, int], free: int | None, remedy: str) -> Passed:
     """What is needed, by part, against what is free."""
     total = sum(needs.values())
     parts = ", ".join(f"{name} {_size(amount)}" for name, amount in needs.items() if amount)
     detail = f"about {_size(total)} ({parts})"
     if free is None:
-        return Answer(None, detail, f"free {what} is unknown here", "compare by hand.")
+        return Passed(None, detail, f"free {what} is unknown here", "compare by hand.")
     detail += f"; {_size(free)} free"
     if total > free:
         raise PipelineError(f"{detail}: too little {what}.", remedy)
-    return Answer(None, detail, f"{what} is tight", remedy) if total > TIGHT * free else Answer(None, detail)
+    return Passed(None, detail, f"{what} is tight", remedy) if total > TIGHT * free else Passed(None, detail)
 
 
 def _size(amount: float) -> str:
@@ -301,7 +310,7 @@ def _prompts(config: Config, *splits: str) -> int:
     return sum(sum(getattr(config.domain.prompts, split).values()) for split in splits)
 
 
-def _disk(config: Config, root: Path, found: tuple, pair: footprint.Pair) -> Answer:
+def _disk(config: Config, root: Path, found: tuple, pair: footprint.Pair) -> Passed:
     """Answers and draft lie in data/ and in DVC's cache, answers in .cache/ too, the draft in the registry too."""
     answer_tokens = _prompts(config, "train", "dev", "golden") * config.generate.max_new_tokens
     needs = {
@@ -320,7 +329,7 @@ def _is_here(location: str) -> bool:
     return Path(location).is_dir() or any(isinstance(try_to_load_from_cache(location, file), str) for file in files)
 
 
-def _time(config: Config, pair: footprint.Pair, prompt: int) -> Answer:
+def _time(config: Config, pair: footprint.Pair, prompt: int) -> Passed:
     work = footprint.Workload(
         prompts=_prompts(config, "train", "dev", "golden"),
         train_prompts=_prompts(config, "train"),
@@ -331,29 +340,32 @@ def _time(config: Config, pair: footprint.Pair, prompt: int) -> Answer:
     )
     stages = pair.seconds(work, config.distill)
     text = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in stages.items())
-    return Answer(None, f"{text}; matrix products alone, at this machine's speed now: expect two or three times as long")
+    return Passed(None, f"{text}; from matrix products alone, at the speed that this machine has now")
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds / 3600:.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min" if seconds >= 60 else f"{seconds:.1f} s"
+    for unit, length in (("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"
 
 
-def _source(source: SourceConfig, root: Path) -> Answer:
+def _source(source: SourceConfig, root: Path) -> Passed:
     if source.reader not in READERS:
         raise PipelineError(f"Reader {source.reader!r} is unknown.", f"choose one of {', '.join(READERS)}.")
     if source.reader != "hub":
-        return Answer(None, f"{source.path}: {len(find_files(source.path, root))} found")
+        return Passed(None, f"{source.path}: {len(find_files(source.path, root))} found")
     if source.split is None:
         raise PipelineError(f"It names no split of {source.path}.", "add `split: train` to the source.")
-    return Answer(None, f"{source.path} on the hub, split {source.split}: not looked up")
+    return Passed(None, f"{source.path} on the hub, split {source.split}: not looked up")
 
 
-def _registry(config: RegistryConfig, root: Path) -> Answer:
+def _registry(config: RegistryConfig, root: Path) -> Passed:
     from pipeline.adapters.mlflow_registry import check_store, resolve_tracking_uri
 
     uri = resolve_tracking_uri(config.tracking_uri, root)
     check_store(uri, config.timeout_seconds)
-    return Answer(None, f"the MLflow store answers ({urlparse(uri).hostname or uri})")
+    return Passed(None, f"the MLflow store answers ({urlparse(uri).hostname or uri})")
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

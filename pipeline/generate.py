@@ -49,21 +49,25 @@ class Config:
 
 
 def run(config: Config) -> None:
-    target = Target(config.target, input_path("."))
-    prompts = {split: _read_prompts(input_path(f"data/prompts/{split}.parquet"), target, config) for split in SPLITS}
-    digest = fingerprint_files([input_path(f"data/prompts/{split}.parquet") for split in SPLITS])
-    domain = read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1)["target_domain"]
-    facts = {**target.compatibility_key, "template": target.template, "prompts": digest, "target_domain": domain}
+    target = Target(config.target, input_path(""))
+    files = {split: input_path(f"data/prompts/{split}.parquet") for split in SPLITS}
+    prompts = {split: _read_prompts(path, target, config) for split, path in files.items()}
+    facts = {
+        **target.compatibility_key,
+        "template": target.template,
+        "prompts": fingerprint_files(list(files.values())),
+        "target_domain": read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1)["target_domain"],
+        "max_new_tokens": config.generate.max_new_tokens,
+    }
     settings = {**vars(config.generate), "sampling": vars(config.generate.sampling), "seed": config.seed}
     cache = cache_path("generate", fingerprint(facts, settings))
-    facts["max_new_tokens"] = config.generate.max_new_tokens
+    answers = _answer_all(target, prompts, config, cache, facts)
     with atomic_path(output_path("data/answers")) as folder:
         for split in SPLITS:
-            answers = _answer_split(target, prompts[split], split, config, cache, facts)
-            answers.sort(key=lambda answer: answer.prompt_id)
-            for start in range(0, len(answers), config.generate.shard_rows):
-                shard = answers[start : start + config.generate.shard_rows]
-                write_answers(folder / split / f"{start // config.generate.shard_rows:05d}.parquet", shard, facts)
+            rows = [answers[prompt.prompt_id] for prompt in prompts[split]]
+            for number, start in enumerate(range(0, len(rows), config.generate.shard_rows)):
+                shard = rows[start : start + config.generate.shard_rows]
+                write_answers(folder / split / f"{number:05d}.parquet", shard, facts)
         write_effective_config(folder, config)
 
 
@@ -77,19 +81,21 @@ def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPro
     ]
 
 
-def _answer_split(
-    target: Target, prompts: list[EncodedPrompt], split: str, config: Config, cache: Path, facts: dict
-) -> list[Answer]:
-    """Answer what the cache lacks, in shards that are whole once they have their name; returns all answers of a split."""
+def _answer_all(
+    target: Target, prompts: dict[str, list[EncodedPrompt]], config: Config, cache: Path, facts: dict
+) -> dict[str, Answer]:
+    """Answer what the cache lacks, in shards that are whole once they have their name; answers by prompt id."""
     settings = config.generate
-    answers = [answer for path in sorted(cache.glob(f"{split}-*.parquet")) for answer in read_shard(path)]
-    done = {answer.prompt_id for answer in answers}
-    waiting = [prompt for prompt in prompts if prompt.prompt_id not in done]
-    sampled = {prompt.prompt_id for prompt in waiting if split == "train" and _is_sampled(prompt, config)}
+    answers = {answer.prompt_id: answer for path in sorted(cache.glob("*.parquet")) for answer in read_shard(path)}
+    sampled = {prompt.prompt_id for prompt in prompts["train"] if _is_sampled(prompt, config)}
+    waiting = [prompt for rows in prompts.values() for prompt in rows if prompt.prompt_id not in answers]
     total = len(waiting) * settings.max_new_tokens
-    with tqdm(total=total, desc=f"generate {split} (at most)", unit=" tokens", unit_scale=True, mininterval=2) as progress:
+    fresh: list[Answer] = []
+    with tqdm(total=total, desc="generate (at most)", unit=" tokens", unit_scale=True, mininterval=2) as progress:
         for sampling in (Sampling(), settings.sampling):
             chosen = [prompt for prompt in waiting if (prompt.prompt_id in sampled) != sampling.greedy]
+            if not chosen:
+                continue
             decode_config = DecodeConfig(
                 draft_length=1,
                 max_new_tokens=settings.max_new_tokens,
@@ -98,17 +104,12 @@ def _answer_split(
                 return_logprobs=settings.top_logprobs,
                 **vars(sampling),
             )
-            if not chosen:
-                continue
-            fresh: list[Answer] = []
-            stream = generate_answers(target.model, chosen, decode_config, settings.batch_size, config.seed, progress)
-            for answer in stream:
+            model, slots = target.model, settings.batch_size
+            for answer in generate_answers(model, chosen, decode_config, slots, config.seed, progress):
                 fresh.append(answer)
+                answers[answer.prompt_id] = answer
                 if len(fresh) % settings.shard_rows == 0:
-                    _save_progress(cache, split, fresh[-settings.shard_rows :], facts)
-            if tail := len(fresh) % settings.shard_rows:
-                _save_progress(cache, split, fresh[-tail:], facts)
-            answers += fresh
+                    _save_progress(cache, fresh[-settings.shard_rows :], facts)
     return answers
 
 
@@ -116,9 +117,8 @@ def _is_sampled(prompt: EncodedPrompt, config: Config) -> bool:
     return (prompt_seed(config.seed, prompt.prompt_id) % 10_000) / 10_000 < config.generate.sampled_share
 
 
-def _save_progress(cache: Path, split: str, answers: list[Answer], facts: dict) -> None:
-    number = len(list(cache.glob(f"{split}-*.parquet")))
-    write_answers(cache / f"{split}-{number:05d}.parquet", answers, facts)
+def _save_progress(cache: Path, answers: list[Answer], facts: dict) -> None:
+    write_answers(cache / f"{len(list(cache.glob('*.parquet'))):05d}.parquet", answers, facts)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

@@ -25,7 +25,7 @@ from pipeline.stage import execute, input_path, output_path
 PLOT_COLUMNS = {
     "history": ("step", "tokens", "loss", "dev_token_acceptance"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
-    "acceptance_by_position": ("candidate", "position", "share"),
+    "acceptance_by_position": ("position", "prompt_lookup", "undistilled", "distilled"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
     "verify_cost": ("tokens", "seconds", "ratio"),
 }

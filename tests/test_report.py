@@ -308,7 +308,7 @@ def test_the_plots_are_whole_tables(project):
     acceptance = {(row["candidate"], row["domain"], row["metric"]): row for row in tables["acceptance_by_domain"]}
     assert float(acceptance["distilled", "code", "token_acceptance_trimmed_head"]["value"]) == 0.312
     assert ("prompt_lookup", "legal", "token_acceptance_full_head") not in acceptance
-    assert [row["share"] for row in tables["acceptance_by_position"]][:4] == ["0.71", "0.55", "0.43", "0.35"]
+    assert [row["distilled"] for row in tables["acceptance_by_position"]][:4] == ["0.71", "0.55", "0.43", "0.35"]
     speedups = {(row["candidate"], row["domain"]): row for row in tables["speedup"]}
     assert set(speedups) == {
         *(("distilled", domain) for domain in ("legal", "code", "all")),

@@ -132,7 +132,7 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
 def _charts(metrics: dict[str, Any], plots: dict[str, list[dict[str, Any]]]) -> dict[str, Bars | Lines]:
     acceptance = [row for row in plots["acceptance_by_domain"] if row["metric"] == TOKEN_ACCEPTANCE]
     positions = {
-        name: [(row["position"], row["share"]) for row in plots["acceptance_by_position"] if row["candidate"] == name]
+        name: [(row["position"], row[name]) for row in plots["acceptance_by_position"] if name in row]
         for name in candidates(metrics)
     }
     costs = [(row["tokens"], row["ratio"]) for row in plots["verify_cost"]]

@@ -235,13 +235,12 @@ class Decoder:
         started = time.perf_counter()
         rows = self._rows
         device = self.target.device
-        remaining = [self.config.max_new_tokens - (len(row.tokens) - row.prompt_length) for row in rows]
         committed = [row.tokens for row in rows]
         if self.drafter is None:
             nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
             proposal = Proposal(nothing, nothing.sum(dim=1))
         else:
-            lengths = [min(self.config.draft_length, left) for left in remaining]
+            lengths = [self.config.draft_length] * len(rows)
             proposal = self.drafter.propose(committed, lengths, _seed_tensor(rows, device))
         last = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
         token_ids = torch.cat([last, proposal.token_ids.to(device)], dim=1)

@@ -1,7 +1,7 @@
 """What a run takes in parameters, bytes and seconds, from configs alone.
 
-Models are built on the meta device: shapes without memory. Seconds come from matrix products only, at the speed that this
-machine shows for such products now; Python, attention and data handling come on top.
+Models are built on the meta device: shapes without memory. Seconds are estimates from matrix products only, at the
+speed that this machine shows for them now; Python, attention and data handling come on top.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import inspect
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,12 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipeline.core.cache import LENGTH_STEP
-from pipeline.core.comparison import EvaluateConfig
 from pipeline.core.errors import PipelineError
 from pipeline.core.models import quiet_transformers, resolve_dtype
-from pipeline.core.training import DistillConfig
+
+if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
+    from pipeline.core.comparison import EvaluateConfig
+    from pipeline.core.training import DistillConfig
 
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
 SPEED_SECONDS = 0.3  # spent on one measurement of matrix products
@@ -31,8 +34,8 @@ SPEED_ROWS = 512  # more rows are no faster per row
 def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
     """The model that `config` describes, without weights.
 
-    Raises `PipelineError` when transformers has no causal language model for it, or one whose forward pass does not take
-    positions and a cache, as decoding needs.
+    Raises `PipelineError` when transformers has no causal language model for it, or one whose forward pass takes no
+    positions or no cache, which decoding needs.
     """
     name = getattr(config, "name_or_path", "") or config.model_type
     remedy = "choose a decoder-only transformer that AutoModelForCausalLM loads."
@@ -50,8 +53,8 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def active_parameters(model: PreTrainedModel, head_tokens: int | None = None) -> int:
-    """Weights that one token is multiplied with: without an embedding that is only looked up and without the experts that
-    the router leaves out; of the output head only `head_tokens` rows if given."""
+    """Weights that one token is multiplied with: no embedding that is only looked up, no experts that the router leaves
+    out, and of the output head only `head_tokens` rows if given."""
     text = model.config.get_text_config()
     total = 0
     for name, parameter in model.named_parameters():
@@ -77,7 +80,8 @@ def linear_parameters(model: PreTrainedModel) -> int:
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantization: str = "none") -> int:
     """Bytes of the loaded weights."""
     quantized = 0 if quantization == "none" else linear_parameters(model)
-    return round((model.num_parameters() - quantized) * dtype.itemsize + quantized * QUANTIZED_BYTES.get(quantization, 0))
+    whole = model.num_parameters() - quantized
+    return whole * dtype.itemsize + round(quantized * QUANTIZED_BYTES.get(quantization, 0))
 
 
 def packed_bytes(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> int:
@@ -91,11 +95,11 @@ def kv_cache_bytes(config: PreTrainedConfig, rows: int, positions: int, dtype: t
     """Bytes of keys and values of all layers for `rows` sequences of `positions` tokens each."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    key_width = value_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if getattr(text, "kv_lora_rank", None):  # latent attention is cached decompressed
-        key_width, value_width = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+    width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    if latent := getattr(text, "kv_lora_rank", None):  # latent attention stores one compressed vector and its position
+        width = latent + text.qk_rope_head_dim
     capacity = -(-positions // LENGTH_STEP) * LENGTH_STEP
-    return text.num_hidden_layers * rows * heads * capacity * (key_width + value_width) * dtype.itemsize
+    return text.num_hidden_layers * rows * capacity * width * dtype.itemsize
 
 
 def optimizer_bytes(parameters: int) -> int:
@@ -182,8 +186,8 @@ class Pair:
         }
 
     def seconds(self, work: Workload, distill: DistillConfig) -> dict[str, float]:
-        """Seconds of matrix products per stage: 2 FLOPs per active weight and token, 6 in training (forward, and backward
-        to inputs and weights). Evaluate is counted as if no drafted token were accepted."""
+        """Seconds of matrix products per stage: 2 FLOPs per active weight and token, 6 in training (forward pass,
+        gradients of inputs and of weights). Evaluate is counted as if drafts saved nothing."""
         target = 2 * active_parameters(self.target)
         draft = 6 * active_parameters(self.draft, distill.head_tokens)
         many = matmul_speed(SPEED_ROWS, self.target_dtype, self.device)
@@ -221,11 +225,11 @@ def matmul_speed(rows: int, dtype: torch.dtype, device: torch.device) -> float:
     F.linear(inputs, weights[0])
     _synchronize(device)
     products, started = 0, time.perf_counter()
-    while (elapsed := time.perf_counter() - started) < SPEED_SECONDS:
+    while time.perf_counter() - started < SPEED_SECONDS:
         F.linear(inputs, weights[products % SPEED_MATRICES])
-        _synchronize(device)
         products += 1
-    return 2 * inputs.shape[0] * SPEED_WIDTH**2 * products / elapsed
+    _synchronize(device)
+    return 2 * inputs.shape[0] * SPEED_WIDTH**2 * products / (time.perf_counter() - started)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -125,13 +125,7 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
             for metric in SHARES
             if (entry := found(metrics, candidate, domain, metric))["value"] is not None
         ],
-        "acceptance_by_position": [
-            {"candidate": candidate, "position": position, "share": share}
-            for candidate in candidates(metrics)
-            for position, share in enumerate(
-                found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or [], start=1
-            )
-        ],
+        "acceptance_by_position": _position_rows(metrics),
         "speedup": [
             {
                 "candidate": candidate,
@@ -145,6 +139,19 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
         ],
         "verify_cost": _verify_cost_rows(metrics["costs"]),
     }
+
+
+def _position_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per drafted position with a column per candidate, on the target domain."""
+    shares = {
+        candidate: found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or []
+        for candidate in candidates(metrics)
+    }
+    longest = max(map(len, shares.values()), default=0)
+    return [
+        {"position": index + 1, **{name: values[index] for name, values in shares.items() if index < len(values)}}
+        for index in range(longest)
+    ]
 
 
 def _history_rows(history: list[dict[str, str]]) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ class DistillConfig:
     tokens_per_forward: int  # tokens of one forward pass; gradients accumulate up to tokens_per_step
     evaluations: int  # times that dev token acceptance is measured; the best checkpoint is kept
     head_tokens: int  # size of the draft's trimmed head
+    freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
 
 
 class AnswerBatches(Dataset):
@@ -206,6 +207,7 @@ def distill(
     """
     check_plain_head(draft)
     torch.manual_seed(seed)
+    draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     batches = AnswerBatches(train, head_token_ids, config.tokens_per_forward, seed)
     dev_batches = AnswerBatches(dev, head_token_ids, config.tokens_per_forward, seed)
     accumulation = min(len(batches), max(1, round(config.tokens_per_step / config.tokens_per_forward)))
@@ -226,7 +228,7 @@ def distill(
         trainer.remove_callback(PrinterCallback)
         checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
         trainer.train(resume_from_checkpoint=checkpoint)
-    draft.eval()
+    draft.requires_grad_(True).eval()
     return _history(trainer.state.log_history, tokens_per_step)
 
 

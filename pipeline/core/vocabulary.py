@@ -9,6 +9,8 @@ import numpy as np
 from pipeline.core.answers import Answer
 from pipeline.core.errors import PipelineError
 
+PROBE = "The Licensee shall not sub-license, assign or transfer §4(b).\n\n    return x ** 2  # 東京 🙂"
+
 
 @dataclass
 class VocabularyMatch:
@@ -29,17 +31,10 @@ def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draf
     by_id = ({index: token for token, index in vocabulary.items()} for vocabulary in (target, draft))
     target_by_id, draft_by_id = by_id
     both = target_by_id.keys() & draft_by_id.keys()
-    special = [
-        {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
-        for tokenizer in (target_tokenizer, draft_tokenizer)
-    ]
     unequal = sorted(index for index in both if target_by_id[index] != draft_by_id[index])
-    renamed = [
-        index
-        for index in unequal
-        if index in special[0] & special[1] and target_by_id[index] not in draft and draft_by_id[index] not in target
-    ]
-    different = [index for index in unequal if index not in renamed]
+    special = _special_ids(target_tokenizer) & _special_ids(draft_tokenizer)
+    moved = [index for index in unequal if target_by_id[index] in draft or draft_by_id[index] in target]
+    different = sorted({*moved, *(index for index in unequal if index not in special)})
     sizes = (
         f"target: {len(target)} tokens, {target_rows} embedding rows; draft: {len(draft)} tokens, {draft_rows}"
         " embedding rows"
@@ -47,8 +42,8 @@ def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draf
     if different:
         first = different[0]
         raise PipelineError(
-            f"The tokenizers differ at {len(different)} ids; the first is {first}: {target_by_id[first]!r} in the target,"
-            f" {draft_by_id[first]!r} in the draft ({sizes}).",
+            f"The tokenizers differ at {len(different)} ids; the first is {first}: {target_by_id[first]!r} in the"
+            f" target, {draft_by_id[first]!r} in the draft ({sizes}).",
             "a draft must speak the target's token ids: choose a sibling of the same family, or draft.init=pruned.",
         )
     limit = min(target_rows, draft_rows)
@@ -58,28 +53,34 @@ def match_vocabularies(target_tokenizer, draft_tokenizer, target_rows: int, draf
             f"The tokenizers share only the first {shared} ids ({sizes}).",
             "choose a draft of the same family, or draft.init=pruned.",
         )
-    warnings = [
-        f"special token {index} is {target_by_id[index]!r} in the target, {draft_by_id[index]!r} in the draft"
-        for index in renamed[:3]
-    ]
-    if len(renamed) > 3:
-        warnings.append(f"{len(renamed) - 3} more special tokens are named differently")
-    if target_rows != draft_rows or max(len(target), len(draft)) > shared:
-        warnings.append(f"ids from {shared} on are never drafted ({sizes})")
-    for name in ("eos_token", "pad_token", "bos_token", "unk_token"):
-        values = getattr(target_tokenizer, name), getattr(draft_tokenizer, name)
-        if values[0] != values[1]:
-            warnings.append(f"{name} differs: {values[0]!r} in the target, {values[1]!r} in the draft")
-    if target_tokenizer.chat_template != draft_tokenizer.chat_template:
-        warnings.append("chat templates differ; the target's is used")
-    probe = "The Licensee shall not sub-license, assign or transfer §4(b).\n\n    return x ** 2  # 東京 🙂"
-    encoded = [tokenizer(probe, add_special_tokens=False).input_ids for tokenizer in (target_tokenizer, draft_tokenizer)]
-    if encoded[0] != encoded[1]:
+    pieces = [tokenizer(PROBE, add_special_tokens=False).input_ids for tokenizer in (target_tokenizer, draft_tokenizer)]
+    if pieces[0] != pieces[1]:
         raise PipelineError(
             "The tokenizers split the same text differently although their ids agree.",
             "use the target's tokenizer files for the draft, or choose a sibling of the same family.",
         )
-    return VocabularyMatch(range(shared), warnings)
+    warnings = []
+    if unequal:
+        names = f"{target_by_id[unequal[0]]!r} in the target, {draft_by_id[unequal[0]]!r} in the draft"
+        warnings.append(f"{len(unequal)} special tokens have other names; the first is {unequal[0]}: {names}")
+    if target_rows != draft_rows or max(len(target), len(draft)) > shared:
+        warnings.append(f"ids from {shared} on are never drafted ({sizes})")
+    return VocabularyMatch(range(shared), warnings + _harmless_differences(target_tokenizer, draft_tokenizer))
+
+
+def _special_ids(tokenizer) -> set[int]:
+    return {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _harmless_differences(target_tokenizer, draft_tokenizer) -> list[str]:
+    found = []
+    for name in ("eos_token", "pad_token", "bos_token", "unk_token"):
+        values = getattr(target_tokenizer, name), getattr(draft_tokenizer, name)
+        if values[0] != values[1]:
+            found.append(f"{name} differs: {values[0]!r} in the target, {values[1]!r} in the draft")
+    if target_tokenizer.chat_template != draft_tokenizer.chat_template:
+        found.append("chat templates differ; the target's is used")
+    return found
 
 
 def domain_token_ids(answers: list[Answer], size: int, always: tuple[int, ...], vocabulary: range) -> list[int]:

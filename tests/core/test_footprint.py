@@ -22,7 +22,7 @@ from pipeline.core.training import DistillConfig
 
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0,
+    "num_key_value_heads": 2, "max_position_embeddings": 128, "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
 LATENT = {
     "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
@@ -54,10 +54,8 @@ def test_an_embedding_that_is_only_looked_up_is_not_active():
 
 def test_only_the_chosen_experts_are_active():
     options = {"num_experts": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
-    counts = [
-        footprint.active_parameters(footprint.meta_model(Qwen3MoeConfig(**SHAPE, **options, num_experts_per_tok=chosen)))
-        for chosen in (2, 3)
-    ]
+    configs = (Qwen3MoeConfig(**SHAPE, **options, num_experts_per_tok=chosen) for chosen in (2, 3))
+    counts = [footprint.active_parameters(footprint.meta_model(config)) for config in configs]
     assert counts[1] - counts[0] == 2 * 3 * 32 * 16  # one more expert in each layer: gate, up and down projection
 
 
@@ -109,8 +107,8 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
         target, torch.float32, CPU
     )
     distill = DistillConfig(
-        epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1, tokens_per_step=8,
-        tokens_per_forward=8, evaluations=1, head_tokens=96,
+        epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1,
+        tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96,
     )  # fmt: skip
     work = footprint.Workload(10, 4, prompt_tokens=20, answer_tokens=30, rows=8, decoded_tokens=1000)
     seconds = full.seconds(work, distill)
@@ -122,11 +120,12 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
 
 def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     config = EvaluateConfig(
-        max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3, dev_prompts=2,
-        draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
+        max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3,
+        dev_prompts=2, draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
         bootstrap_samples=10, tokens_per_forward=64,
     )  # fmt: skip
-    assert footprint.decoded_tokens(config, {"legal": 5, "code": 9}, "legal") == (2 * (5 + 6 + 5) + 3 + 2) * 10 + 2 * 4 * 5
+    expected = (2 * (5 + 6 + 5) + 3 + 2) * 10 + 2 * 4 * 5
+    assert footprint.decoded_tokens(config, {"legal": 5, "code": 9}, "legal") == expected
 
 
 @pytest.mark.parametrize("config", [BloomConfig(hidden_size=32, n_layer=1, n_head=2), MambaConfig(num_hidden_layers=1)])

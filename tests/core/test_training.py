@@ -89,7 +89,7 @@ def test_target_as_its_own_draft_agrees_everywhere(target, answers):
 def config(**changes) -> DistillConfig:
     settings = {
         "epochs": 8, "learning_rate": 3e-3, "warmup_share": 0.1, "weight_decay": 0.0, "adam_beta2": 0.98,
-        "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52,
+        "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52, "freeze_embeddings": False,
     }  # fmt: skip
     return DistillConfig(**{**settings, **changes})
 
@@ -126,6 +126,13 @@ def test_accumulation_equals_one_large_batch(target, answers, tmp_path):
     start = torch.cat([p.detach().flatten() for p in keep_layers(target, [0, 3]).parameters()])
     assert (weights[0] - start).abs().max() > 1e-4
     assert (weights[0] - weights[1]).abs().max() < 2e-4
+
+
+def test_frozen_embeddings_stay_and_the_rest_is_trained(target, answers, tmp_path):
+    draft = keep_layers(target, [0, 3])
+    distill(draft, answers, answers[:2], HEAD, config(epochs=1, freeze_embeddings=True), 0, tmp_path / "c")
+    assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
+    assert not torch.equal(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
 
 
 def test_a_diverging_run_stops_with_the_remedy(target, answers, tmp_path):

@@ -1,0 +1,267 @@
+"""diagnose: good pairs pass, bad ones are named in seconds, all failures are listed, without any weights."""
+
+from __future__ import annotations
+
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BloomConfig, Gemma2Config, GPT2Config, LlamaConfig, MambaConfig, PreTrainedTokenizerFast
+
+from pipeline import diagnose, stage
+from pipeline.adapters import quantization
+from pipeline.core import footprint
+from pipeline.core.tiny import TEMPLATE, build_tiny_tokenizer
+
+SHAPE = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """One project for the module: creating the registry's store takes seconds."""
+    return tmp_path_factory.mktemp("project")
+
+
+@pytest.fixture(autouse=True)
+def project(root, monkeypatch):
+    monkeypatch.setattr(stage, "PROJECT_ROOT", root)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(footprint, "matmul_speed", lambda *_: 1e10)
+
+
+@pytest.fixture
+def cfg():
+    """The configuration of the smoke run; each test changes what it is about."""
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        return compose("config", overrides=["experiment=smoke"])
+
+
+def save(folder: Path, config, tokenizer=None) -> str:
+    config.save_pretrained(folder)
+    (tokenizer or build_tiny_tokenizer()).save_pretrained(folder)
+    return str(folder)
+
+
+def byte_tokenizer(size: int, start: int) -> PreTrainedTokenizerFast:
+    """<eos>, then bytes in order from the byte number `start`, `size` ids in all."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = ["<eos>", *alphabet[start:], *alphabet[:start]][:size]
+    tokenizer = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def with_pretrained_draft(cfg, target: str, draft: str):
+    cfg.target.id = target
+    cfg.draft.update({"init": "pretrained", "id": draft, "keep_layers": []})
+    return cfg
+
+
+def findings(cfg) -> dict[str, diagnose.Finding]:
+    report = diagnose.diagnose(stage.typed_config(cfg, diagnose.Config), stage.input_path(""))
+    return {finding.check: finding for finding in report.findings}
+
+
+def failed(found: dict[str, diagnose.Finding]) -> list[str]:
+    return [name for name, finding in found.items() if finding.result == "failed"]
+
+
+def test_the_tiny_pair_passes(cfg, capsys):
+    stage.execute(diagnose.run, diagnose.Config, cfg)
+    output = capsys.readouterr()
+    assert "failed" not in output.out and "not run" not in output.out and output.err.count("error") == 0
+    assert "target 164,928, draft 90,944" in " ".join(output.out.split())
+
+
+def test_a_recurrent_target_is_named_within_seconds(cfg, tmp_path, capsys):
+    cfg.target.id = save(tmp_path / "mamba", MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2))
+    started = time.monotonic()
+    with pytest.raises(SystemExit) as stopped:
+        stage.execute(diagnose.run, diagnose.Config, cfg)
+    assert time.monotonic() - started < 10
+    assert stopped.value.code == 1
+    errors = capsys.readouterr().err
+    assert f"target cache: {tmp_path / 'mamba'}: its cache cannot be rolled back by position" in errors
+    found = findings(cfg)
+    assert failed(found) == ["target cache"]
+    assert (found["draft"].result, found["draft"].detail) == ("not run", "needs: target cache")
+    assert found["registry"].result == "ok"
+
+
+def test_a_recurrent_draft_is_named(cfg, tmp_path):
+    draft = save(tmp_path / "mamba", MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2))
+    found = findings(with_pretrained_draft(cfg, "builtin:tiny", draft))
+    assert failed(found) == ["draft"]
+    assert f"{draft}: its cache cannot be rolled back" in found["draft"].detail
+
+
+def test_another_tokenizer_is_refused_with_the_sizes(cfg, tmp_path):
+    target = save(tmp_path / "target", LlamaConfig(vocab_size=264, **SHAPE), byte_tokenizer(257, start=0))
+    draft = save(tmp_path / "draft", LlamaConfig(vocab_size=260, **SHAPE), byte_tokenizer(257, start=1))
+    found = findings(with_pretrained_draft(cfg, target, draft))
+    assert failed(found) == ["draft"]
+    assert "target: 257 tokens, 264 embedding rows; draft: 257 tokens, 260 embedding rows" in found["draft"].detail
+    assert found["disk"].result == "not run"
+
+
+def test_padded_embeddings_of_two_sizes_pass_with_a_warning(cfg, tmp_path):
+    tokenizer = byte_tokenizer(100, start=0)
+    target = save(tmp_path / "target", LlamaConfig(vocab_size=112, **SHAPE), tokenizer)
+    draft = save(tmp_path / "draft", LlamaConfig(vocab_size=104, **SHAPE), tokenizer)
+    found = findings(with_pretrained_draft(cfg, target, draft))
+    assert not failed(found)
+    assert found["draft"].result == "warning"
+    assert "100 shared token ids; ids from 100 on are never drafted" in found["draft"].detail
+    assert "100 tokens, 112 embedding rows, of which the last 12 are padding" in found["target tokenizer"].detail
+
+
+@pytest.mark.parametrize("change", ["pad_token", "added_token"])
+def test_harmless_differences_of_tokenizers_pass_with_a_warning(cfg, tmp_path, change):
+    tokenizer = build_tiny_tokenizer()
+    if change == "pad_token":
+        tokenizer.pad_token = None
+    else:
+        tokenizer.add_tokens(["<x>"])
+    target = save(tmp_path / "target", LlamaConfig(vocab_size=264, **SHAPE), tokenizer)
+    draft = save(tmp_path / "draft", LlamaConfig(vocab_size=264, **SHAPE))
+    found = findings(with_pretrained_draft(cfg, target, draft))
+    assert not failed(found)
+    assert found["draft"].result == "warning" and "259 shared token ids" in found["draft"].detail
+    expected = {"pad_token": "pad_token differs: None", "added_token": "ids from 259 on are never drafted"}
+    assert expected[change] in found["draft"].detail
+
+
+def test_layers_that_the_target_lacks(cfg):
+    cfg.draft.keep_layers = [0, 4]
+    found = findings(cfg)
+    assert failed(found) == ["draft"]
+    assert "draft.keep_layers=[0, 4] does not fit a target of 4 layers" in found["draft"].detail
+
+
+@pytest.mark.parametrize("fault", ["import", "probe"])
+def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, fault):
+    def broken(*_):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None if fault == "import" else types.ModuleType("bitsandbytes"))
+    monkeypatch.setattr(quantization, "_probe", broken)
+    cfg.target.quantization = "4bit"
+    started = time.monotonic()
+    found = findings(cfg)
+    assert time.monotonic() - started < 10
+    assert failed(found) == ["target quantization"]
+    assert "target.quantization=4bit" in found["target quantization"].detail
+    assert "target.quantization=none" in found["target quantization"].remedy
+    assert found["draft"].result == "ok"
+
+
+def test_an_unreachable_registry_is_named_within_seconds(cfg):
+    cfg.registry.tracking_uri = "http://127.0.0.1:9"
+    started = time.monotonic()
+    found = findings(cfg)
+    assert time.monotonic() - started < 10
+    assert failed(found) == ["registry"]
+    assert "http://127.0.0.1:9" in found["registry"].detail
+
+
+def test_all_failures_are_listed(cfg, tmp_path, monkeypatch, capsys):
+    cfg.target.id = save(tmp_path / "mamba", MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=2))
+    cfg.target.quantization = "8bit"
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    cfg.domain.sources[0].path = "package:no-such-package/*.txt"
+    cfg.domain.sources[1].path = "nowhere/*.py"
+    cfg.domain.sources[2].update({"reader": "hub", "path": "some/texts"})
+    cfg.registry.tracking_uri = "http://127.0.0.1:9"
+    with pytest.raises(SystemExit):
+        stage.execute(diagnose.run, diagnose.Config, cfg)
+    *lines, last = capsys.readouterr().err.strip().splitlines()
+    sources = ["source licence", "source stdlib", "source docstrings"]
+    assert [line.split(":")[0] for line in lines] == ["target cache", "target quantization", *sources, "registry"]
+    assert all(" Remedy: " in line for line in lines)
+    assert last.startswith("error: 6 of ")
+
+
+def test_a_missing_target_leaves_the_other_checks(cfg):
+    cfg.target.id = "./no/such/folder"
+    found = findings(cfg)
+    assert failed(found) == ["target configuration"]
+    assert found["draft"].detail == "needs: target cache, target tokenizer"
+    assert {found[name].result for name in ("target quantization", "source stdlib", "registry")} == {"ok"}
+
+
+def test_too_little_memory_and_disk(cfg, monkeypatch):
+    monkeypatch.setattr(footprint, "free_memory_bytes", lambda *_, **__: 6 << 20)
+    monkeypatch.setattr(diagnose.shutil, "disk_usage", lambda _: types.SimpleNamespace(free=1 << 20))
+    found = findings(cfg)
+    assert failed(found) == ["memory of distill", "memory of evaluate", "disk"]
+    assert "6.0 MiB free: too little memory" in found["memory of distill"].detail
+    monkeypatch.setattr(footprint, "free_memory_bytes", lambda *_, **__: 4 << 20)
+    assert findings(cfg)["memory of generate"].result == "warning"
+    monkeypatch.setattr(footprint, "free_memory_bytes", lambda *_, **__: None)
+    assert findings(cfg)["memory of generate"].result == "warning"
+
+
+def test_prompts_must_leave_room_for_answers(cfg, tmp_path):
+    config = LlamaConfig(vocab_size=264, **{**SHAPE, "max_position_embeddings": 128, "num_hidden_layers": 4})
+    cfg.target.id = save(tmp_path / "short", config)
+    found = findings(cfg)
+    assert failed(found) == ["prompt length"]
+    assert "exceed 128 positions" in found["prompt length"].detail
+
+
+def test_instructions_need_a_chat_template(cfg, tmp_path):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = None
+    config = LlamaConfig(vocab_size=264, **{**SHAPE, "num_hidden_layers": 4})
+    cfg.target.id = save(tmp_path / "base", config, tokenizer)
+    found = findings(cfg)
+    assert failed(found) == ["prompt length"]
+    assert "no chat template" in found["prompt length"].detail
+
+
+@pytest.mark.parametrize(
+    ("eos_token_id", "result", "detail"),
+    [
+        (263, "failed", "lie beyond the 259 real tokens"),
+        (2, "warning", "'<|endoftext|>', is not among them"),
+        ([0, 2], "ok", "0 '<|endoftext|>', 2 '<|im_end|>'"),
+    ],
+)
+def test_what_ends_an_answer(cfg, tmp_path, eos_token_id, result, detail):
+    config = LlamaConfig(vocab_size=264, **{**SHAPE, "num_hidden_layers": 4, "eos_token_id": eos_token_id})
+    cfg.target.id = save(tmp_path / "target", config)
+    finding = findings(cfg)["end of answers"]
+    assert finding.result == result and detail in finding.detail
+
+
+def test_a_draft_that_distillation_cannot_train(cfg, tmp_path):
+    config = Gemma2Config(vocab_size=264, head_dim=8, **{**SHAPE, "num_hidden_layers": 4})
+    cfg.target.id = save(tmp_path / "capped", config)
+    found = findings(cfg)
+    assert failed(found) == ["draft head"]
+    assert "final_logit_softcapping" in found["draft head"].detail
+
+
+def test_a_target_whose_layers_cannot_be_taken_out(cfg, tmp_path):
+    config = GPT2Config(vocab_size=264, n_embd=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+    cfg.target.id = save(tmp_path / "gpt2", config)
+    found = findings(cfg)
+    assert failed(found) == ["parameters"]
+    assert "gpt2 target cannot be taken out" in found["parameters"].detail
+
+
+def test_a_target_that_takes_no_positions(cfg, tmp_path):
+    config = BloomConfig(vocab_size=264, hidden_size=32, n_layer=4, n_head=2, bos_token_id=0, eos_token_id=0)
+    cfg.target.id = save(tmp_path / "bloom", config)
+    found = findings(cfg)
+    assert failed(found) == ["parameters"]
+    assert "takes no position_ids" in found["parameters"].detail
