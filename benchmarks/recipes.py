@@ -23,10 +23,11 @@ from hydra import compose, initialize_config_dir
 from pipeline import stage
 from pipeline.adapters.answer_files import read_answers, read_facts
 from pipeline.adapters.targets import Target
+from pipeline.adapters.trainer import distill
+from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.comparison import machine
 from pipeline.core.losses import forward_kl_top
 from pipeline.core.pruning import keep_layers
-from pipeline.core.training import AnswerBatches, answer_logits, distill
 from pipeline.core.vocabulary import domain_token_ids
 from pipeline.distill import Config
 

@@ -30,6 +30,7 @@ from pipeline.adapters.quantization import quantization_config
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint
+from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
 from pipeline.core.comparison import EvaluateConfig, machine
 from pipeline.core.errors import PipelineError
@@ -44,7 +45,7 @@ from pipeline.core.models import (
 )
 from pipeline.core.pruning import keep_layers
 from pipeline.core.templates import encode_prompts
-from pipeline.core.training import DistillConfig, check_plain_head
+from pipeline.core.training import DistillConfig
 from pipeline.generate import GenerateConfig
 from pipeline.prepare import DomainConfig
 from pipeline.register import RegistryConfig

@@ -16,9 +16,10 @@ import hydra
 from pipeline.adapters.answer_files import read_answers, read_facts
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, save_draft
 from pipeline.adapters.targets import Target, check_same_target
+from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.artifacts import atomic_path, fingerprint
 from pipeline.core.models import ModelConfig
-from pipeline.core.training import DistillConfig, distill, write_history
+from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
 from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
 

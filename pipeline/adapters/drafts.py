@@ -57,6 +57,11 @@ class DraftConfig:
 def check_draft(config: DraftConfig, target: Target, project_root: Path) -> VocabularyMatch:
     """Everything about the pair that needs no weights; raises `PipelineError` when the draft cannot serve the target."""
     if config.init == "pruned":
+        if target.config.quantization != "none":
+            raise PipelineError(
+                f"draft.init=pruned cannot cut layers out of a target with quantization={target.config.quantization}.",
+                "choose draft.init=pretrained, or target.quantization=none.",
+            )
         check_layers(config.keep_layers, target.model_config.get_text_config().num_hidden_layers)
         return VocabularyMatch(range(target.vocabulary_size))
     location = resolve_model(config.id, project_root)

@@ -42,7 +42,7 @@ class Target:
     @property
     def vocabulary_size(self) -> int:
         """Real token ids are below this; embedding rows beyond it are padding."""
-        return min(len(self.tokenizer), self.model_config.get_text_config().vocab_size)
+        return min(max(self.tokenizer.get_vocab().values()) + 1, self.model_config.get_text_config().vocab_size)
 
     @functools.cached_property
     def compatibility_key(self) -> dict[str, str]:

@@ -116,8 +116,9 @@ def layer_types(config) -> list[str]:
     return list(types)
 
 
-def visibility_masks(config, positions: Tensor, visible: int) -> Tensor | dict[str, Tensor]:
-    """Boolean attention masks [rows, 1, queries, visible], True where a query sees a slot.
+def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
+    """Attention masks [rows, 1, queries, visible]: True where a query sees a slot, or for eager attention, which adds
+    its mask to the scores, 0 there and the lowest number of `dtype` elsewhere.
 
     `positions` [rows, queries]. One mask when all layers are of one kind, else a mask per kind as transformers takes it.
     """
@@ -128,6 +129,12 @@ def visibility_masks(config, positions: Tensor, visible: int) -> Tensor | dict[s
     if "sliding_attention" in types:
         masks["sliding_attention"] = masks["full_attention"] & (slots > query - config.get_text_config().sliding_window)
     masks = {name: masks[name] for name in types}
+    if config.get_text_config()._attn_implementation == "eager":
+        lowest = torch.finfo(dtype).min
+        masks = {
+            name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
+            for name, mask in masks.items()
+        }
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
@@ -144,6 +151,7 @@ class CachedModel:
         self.capacity = 0
         self.model = pack_linear_layers(model)
         self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.dtype
         self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         self._layers: list[RaggedLayer] = []
         parameters = inspect.signature(type(model).forward).parameters
@@ -176,7 +184,7 @@ class CachedModel:
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,
-            attention_mask=visibility_masks(self.config, positions, visible),
+            attention_mask=visibility_masks(self.config, positions, visible, self.dtype),
             use_cache=True,
             logits_to_keep=logits_to_keep,
             **{self._cache_argument: Cache(layers=self._layers)},

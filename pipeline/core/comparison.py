@@ -34,7 +34,7 @@ from pipeline.core.evaluation import (
     time_candidates,
 )
 from pipeline.core.linear import pack_linear_layers
-from pipeline.core.metrics import acceptance_by_position, aggregate
+from pipeline.core.metrics import acceptance_by_position, aggregate, no_data
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
@@ -256,6 +256,8 @@ def _lossless(
     greedy = settings.sampling.greedy
     if greedy and models.target.dtype == torch.float32:
         return lossless_measure(requests)
+    if getattr(models.target, "is_quantized", False):
+        return {**no_data("a quantised target has no float32 form to compare in"), "departures": []}
     precise = dataclasses.replace(
         models,
         target=pack_linear_layers(copy.deepcopy(models.target).float()),

@@ -13,11 +13,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline.core.answers import Answer, is_looping
+from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, PromptLookupDrafter
 from pipeline.core.metrics import acceptance_by_position, measure, no_data, ratio_measure
 from pipeline.core.sampling import Sampling, probabilities
-from pipeline.core.training import AnswerBatches, answer_logits
 
 
 @dataclass

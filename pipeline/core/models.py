@@ -63,7 +63,7 @@ def _named_errors(location: str, what: str):
     """Turn what transformers raises about a model that cannot be found or read into one line with a remedy."""
     try:
         yield
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
         line = " ".join(str(error).split())[:300]
         raise PipelineError(
             f"The {what} of {location} cannot be loaded: {line}",

@@ -1,0 +1,110 @@
+"""Answers as teacher-forced batches: what the draft sees, and its logits before each answer token.
+
+Rows of similar length share a batch, padded on the right: under causal attention no real token sees the padding, so no
+mask is needed. Which positions count follows from lengths, never from token values.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+
+from pipeline.core.answers import Answer
+from pipeline.core.errors import PipelineError
+
+
+class AnswerBatches(Dataset):
+    """Answers grouped into batches of at most `tokens_per_forward` tokens, similar lengths together.
+
+    Item i: input_ids [rows, length]; query [n], flat index of the position that predicts each answer token; labels [n],
+    the answer tokens; target [n], the target's most probable token; top_index [n, top], column of each stored entry in
+    the trimmed head or -1; top_logprobs [n, top].
+    """
+
+    def __init__(self, answers: list[Answer], head_token_ids: list[int], tokens_per_forward: int, seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        order = sorted(rng.permutation(len(answers)), key=lambda i: _length(answers[i]))
+        self.groups: list[list[Answer]] = [[]]
+        for index in order:
+            answer = answers[index]
+            if self.groups[-1] and (len(self.groups[-1]) + 1) * _length(answer) > tokens_per_forward:
+                self.groups.append([])
+            self.groups[-1].append(answer)
+        size = 1 + max(int(max(a.top_ids.max(), a.answer_ids.max())) for a in answers)
+        self.column = np.full(max(size, max(head_token_ids) + 1), -1, dtype=np.int64)
+        self.column[head_token_ids] = np.arange(len(head_token_ids))
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        group = self.groups[index]
+        width = max(map(_length, group))
+        input_ids = np.zeros((len(group), width), dtype=np.int64)
+        query = []
+        for row, answer in enumerate(group):
+            ids = np.concatenate([answer.prompt_ids, answer.answer_ids[:-1]])
+            input_ids[row, : len(ids)] = ids
+            start = row * width + len(answer.prompt_ids) - 1
+            query.append(np.arange(start, start + len(answer.answer_ids)))
+        top_ids = np.concatenate([answer.top_ids for answer in group])
+        labels = torch.from_numpy(np.concatenate([answer.answer_ids for answer in group]).astype(np.int64))
+        return {
+            "input_ids": torch.from_numpy(input_ids),
+            "query": torch.from_numpy(np.concatenate(query)),
+            "labels": labels,
+            "shift_labels": labels,  # tells the Trainer that labels are aligned already, when it counts them
+            "target": torch.from_numpy(top_ids[:, 0].astype(np.int64)),
+            "top_index": torch.from_numpy(self.column[top_ids]),
+            "top_logprobs": torch.from_numpy(np.concatenate([answer.top_logprobs for answer in group])),
+        }
+
+
+def _length(answer: Answer) -> int:
+    return len(answer.prompt_ids) + len(answer.answer_ids) - 1
+
+
+def check_plain_head(model: PreTrainedModel) -> None:
+    """Raise `PipelineError` for a draft that changes its logits after the output head (soft cap, scale)."""
+    text = model.config.get_text_config()
+    changes = [
+        name
+        for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1))
+        if getattr(text, name, neutral) not in (neutral, None)
+    ]
+    if changes:
+        raise PipelineError(
+            f"A {text.model_type} draft changes its logits after the head ({', '.join(changes)}), which distillation"
+            " does not reproduce.",
+            "choose a draft of another family.",
+        )
+
+
+def answer_logits(model: PreTrainedModel, batch: dict[str, Tensor], head_token_ids: Tensor | None) -> Tensor:
+    """The draft's logits before each answer token, [n, head]; the whole head when `head_token_ids` is None."""
+    hidden = model.get_decoder()(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+    hidden = hidden.reshape(-1, hidden.shape[-1])[batch["query"]]
+    head = model.get_output_embeddings()
+    if head_token_ids is None:
+        return head(hidden)
+    bias = None if head.bias is None else head.bias[head_token_ids]
+    return F.linear(hidden, head.weight[head_token_ids], bias)
+
+
+@torch.inference_mode()
+def greedy_agreement(model: PreTrainedModel, batches: AnswerBatches, head_token_ids: Tensor) -> float:
+    """Share of answer positions where the draft's best token in its trimmed head is the target's best token."""
+    training = model.training
+    model.eval()
+    agreed = total = 0
+    for index in range(len(batches)):
+        batch = {name: tensor.to(model.device) for name, tensor in batches[index].items()}
+        best = head_token_ids[answer_logits(model, batch, head_token_ids).argmax(dim=-1)]
+        agreed += (best == batch["target"]).sum().item()
+        total += len(best)
+    model.train(training)
+    return agreed / total
