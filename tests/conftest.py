@@ -2,7 +2,20 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+
+@pytest.fixture(scope="session")
+def clone(tmp_path_factory) -> Path:
+    """A copy of the project in which `make repro ARGS=experiment=smoke` has run once."""
+    from clone import checked, copy_project
+
+    folder = tmp_path_factory.mktemp("clone")
+    copy_project(folder)
+    checked(["make", "-o", ".venv/.installed", "repro", "ARGS=experiment=smoke"], folder)
+    return folder

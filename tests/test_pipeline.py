@@ -3,46 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import yaml
-from dependencies import ROOT
+from clone import checked, run
 
 STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register", "report")
-
-
-def run(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess:
-    variables = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", **environment}
-    variables.pop("MLFLOW_TRACKING_URI", None) if "MLFLOW_TRACKING_URI" not in environment else None
-    variables.pop("PYTHONPATH", None) if "PYTHONPATH" not in environment else None
-    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
-
-
-def checked(command: list[str], folder: Path, **environment: str) -> str:
-    done = run(command, folder, **environment)
-    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    return done.stdout + done.stderr
-
-
-@pytest.fixture(scope="module")
-def clone(tmp_path_factory) -> Path:
-    """A copy of the project's files in a git repository of its own, with the smoke experiment run once."""
-    folder = tmp_path_factory.mktemp("clone")
-    names = checked(["git", "ls-files", "-coz", "--exclude-standard"], ROOT).split("\0")
-    for name in filter(None, names):
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, folder / name)
-    for command in (["init", "-q"], ["add", "-A"], ["-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "t"]):
-        checked(["git", *command], folder)
-    checked([sys.executable, "-m", "pipeline.compose", "experiment=smoke"], folder)
-    checked(["dvc", "repro"], folder)
-    return folder
 
 
 def read(clone: Path, name: str) -> dict:

@@ -130,7 +130,7 @@ def _training_arguments(
         per_device_train_batch_size=1,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=max(1, round(config.warmup_share * steps)),
+        warmup_steps=round(config.warmup_share * steps),
         weight_decay=config.weight_decay,
         adam_beta2=config.adam_beta2,
         max_grad_norm=config.max_grad_norm,

@@ -24,8 +24,8 @@ from pipeline.core.cache import CachedModel
 from pipeline.core.drafters import Drafter, ModelDrafter, head_size, pad_right
 from pipeline.core.sampling import Proposal, Sampling, row_seed, verify
 
-PREFILL_ROWS = 8  # prompts of one prefill pass
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
+PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
 
 @dataclass(frozen=True)
@@ -206,14 +206,7 @@ class Decoder:
         """Run the next prompts through both models and emit their first tokens."""
         started = time.perf_counter()
         first_row = len(self._rows)
-        room = min(self.slots - first_row, PREFILL_ROWS)
-        rows: list[_Row] = []
-        longest = 0
-        while self._waiting and len(rows) < room:
-            longest = max(longest, len(self._waiting[0].tokens))
-            if rows and longest * (len(rows) + 1) > PREFILL_TOKENS:
-                break
-            rows.append(self._waiting.popleft())
+        rows = self._admit(self.slots - first_row)
         prompts = [row.tokens for row in rows]
         longest = max(map(len, prompts))
         room = longest + self.config.max_new_tokens + self.config.draft_length + 1
@@ -229,6 +222,18 @@ class Decoder:
         events = self._settle(rows, logits, Proposal(nothing, nothing.sum(dim=1)), is_prefill=True)
         self.stats.prefill_seconds += time.perf_counter() - started
         return events
+
+    def _admit(self, room: int) -> list[_Row]:
+        """The waiting rows that share the next prefill pass, at most `room`: together they stay within its limits."""
+        rows: list[_Row] = []
+        lengths: set[int] = set()
+        while self._waiting and len(rows) < room:
+            lengths.add(len(self._waiting[0].tokens))
+            count = len(rows) + 1
+            if rows and (count * max(lengths) > PREFILL_TOKENS or (len(lengths) > 1 and count * len(lengths) > PREFILL_LOGITS)):
+                break
+            rows.append(self._waiting.popleft())
+        return rows
 
     def _round(self) -> list[Event]:
         """Draft, verify in one target pass, commit."""

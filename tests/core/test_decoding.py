@@ -116,13 +116,14 @@ def test_counts_stop_at_the_first_rejection():
     """S01: patterns [T,F,T,T], [T,T,T,T], [F,T,T,T] give accepted 1 + 4 + 0, drafted 12, emitted 2 + 5 + 1."""
     target = tiny_llama()
     answer = uncached_greedy(target, [5, 6], 30)
-    script = [[True, False, True, True], [True] * 4, [False, True, True, True]]
-    result = decode(target, ScriptedDrafter(answer, script), [[5, 6]], greedy(4, 9))
-    rounds = result.sequences[0].rounds
+    script = [[True, False, True, True], [True] * 4, [False, True, True, True], [True] * 4]
+    result = decode(target, ScriptedDrafter(answer, script), [[5, 6]], greedy(4, 10))
+    *rounds, last = result.sequences[0].rounds
+    assert (last.drafted, last.accepted, last.emitted) == (1, 1, 1), "nothing beyond the end is counted"
     assert [block.accepted for block in rounds] == [1, 4, 0]
     assert sum(block.drafted for block in rounds) == 12
     assert [block.emitted for block in rounds] == [2, 5, 1]
-    assert result.sequences[0].token_ids == answer[:9]
+    assert result.sequences[0].token_ids == answer[:10]
 
 
 def test_draft_cache_follows_the_committed_text():

@@ -1,0 +1,126 @@
+"""The evaluation as a whole on tiny models: greedy, sampled and in half precision (S09, D12)."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import noisy_copy, tiny_llama, uncached_greedy
+
+from pipeline.core.answers import Answer
+from pipeline.core.comparison import Contestants, DecodeSettings, EvaluateConfig, _warnings, evaluate, summarise
+from pipeline.core.evaluation import near_tie_gap, teacher_forced
+from pipeline.core.sampling import Sampling
+
+CONFIG = EvaluateConfig(
+    max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
+    draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
+    bootstrap_samples=50, tokens_per_forward=200,
+)  # fmt: skip
+
+
+def answers(target, count: int, domain: str) -> list[Answer]:
+    rows = []
+    for index in range(count):
+        prompt = [index + 1, 2 * index + 3, 5]
+        ids = uncached_greedy(target, prompt, 10)
+        with torch.inference_mode():
+            logprobs = target(torch.tensor([prompt + ids]), use_cache=False).logits[0, 2:-1].log_softmax(-1)
+        values, top = logprobs.topk(6)
+        rows.append(
+            Answer(
+                f"{domain}{index}", domain, "continuation", str(index), np.array(prompt, np.int32),
+                np.array(ids, np.int32), "length", 0.0, values[:, 0].numpy(), top.numpy().astype(np.int32), values.numpy(),
+            )
+        )  # fmt: skip
+    return rows
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_llama(std=0.3)
+    return target, noisy_copy(target, 0.02)
+
+
+def contestants(target, draft) -> Contestants:
+    return Contestants(target, tiny_llama(seed=5), draft, list(range(0, 100)), range(100), "legal")
+
+
+def test_greedy_evaluation_measures_every_candidate(pair):
+    target, draft = pair
+    golden = answers(target, 5, "legal") + answers(target, 2, "code")
+    outcome = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), CONFIG, seed=0)
+    metrics = outcome.metrics
+    json.dumps(metrics, allow_nan=False)
+    legal = metrics["candidates"]["distilled"]["legal"]
+    assert legal["speedup"]["count"] == 3 and legal["token_acceptance_trimmed_head"]["count"] == 5
+    assert metrics["candidates"]["prompt_lookup"]["legal"]["speedup"]["count"] == 2
+    assert metrics["candidates"]["undistilled"]["code"].get("speedup") is None
+    assert metrics["lossless"] == {"value": 1.0, "interval": None, "count": 8, "reason": None, "departures": []}
+    assert metrics["settings"]["draft_length"] in (1, 2) and metrics["settings"]["draft_length_chosen_on"] == "dev"
+    assert set(legal["predicted_speedup"]) == {"measured-cost", "classic", "simple"}
+    assert metrics["reference"]["transformers_plain_tokens_per_second"] > 0
+    summary = summarise(metrics)
+    assert summary["token_acceptance_trimmed_head_legal"] == legal["token_acceptance_trimmed_head"]["value"]
+    configured = evaluate(contestants(target, draft), [], golden, DecodeSettings(draft_length=3), CONFIG, seed=0)
+    assert configured.metrics["settings"]["draft_length"] == 3
+    assert max(max(request.drafted) for request in configured.requests) == 3
+
+
+@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.8), (torch.bfloat16, 0.0)])
+def test_sampled_and_half_precision_runs_prove_losslessness_in_float32(pair, dtype, temperature):
+    target, draft = (copy.deepcopy(model).to(dtype) for model in pair)
+    golden = answers(pair[0], 3, "legal")
+    settings = DecodeSettings(temperature=temperature, draft_length=2)
+    metrics = evaluate(contestants(target, draft), golden, golden, settings, CONFIG, seed=0).metrics
+    assert metrics["lossless"]["count"] == 2 and metrics["lossless"]["departures"] == []
+    for departure in metrics["lossless"].get("half_precision_departures", []):
+        assert set(departure) == {"prompt_id", "candidate", "token_index", "float32_gap", "legal"}
+
+
+def test_a_departure_is_legal_only_between_the_top_two_at_a_near_tie():
+    target = tiny_llama()
+    with torch.inference_mode():
+        logits = target(torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1]
+    first, second, third = logits.topk(3).indices.tolist()
+    gap = near_tie_gap(target, [1, 2, 3], (second, first))
+    assert gap == pytest.approx((logits[first] - logits[second]).item(), abs=1e-5)
+    assert near_tie_gap(target, [1, 2, 3], (first, third)) is None
+
+
+def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):
+    target, draft = pair
+    rows = answers(target, 4, "legal")
+    head = list(range(0, 100, 2))
+    greedy = teacher_forced(draft, None, rows, head, range(100), Sampling(), 64)
+    sampled = teacher_forced(draft, target, rows, head, range(100), Sampling(temperature=0.7), 64)
+    by_id = {row.prompt_id: row for row in rows}
+    for found, soft in zip(greedy, sampled, strict=True):
+        row = by_id[found.prompt_id]
+        ids = torch.tensor([row.prompt_ids.tolist() + row.answer_ids.tolist()])
+        with torch.inference_mode():
+            p, q = (model(ids, use_cache=False).logits[0, 2:-1] for model in (target, draft))
+        full = (p.argmax(-1) == q.argmax(-1)).sum().item()
+        trimmed = (p.argmax(-1) == torch.tensor(head)[q[:, head].argmax(-1)]).sum().item()
+        assert (found.full_head, found.trimmed_head) == (full, trimmed)
+        p, q_full, q_head = ((x / 0.7).softmax(-1) for x in (p, q, q[:, head]))
+        assert soft.full_head == pytest.approx(torch.minimum(p, q_full).sum().item(), abs=1e-4)
+        assert soft.trimmed_head == pytest.approx(torch.minimum(p[:, head], q_head).sum().item(), abs=1e-4)
+
+
+def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():
+    """S09"""
+
+    def metrics(forced, served):
+        return {
+            "legal": {
+                "token_acceptance_trimmed_head": {"value": forced},
+                "acceptance_by_position": {"value": [served, 0.2]},
+            }
+        }
+
+    assert _warnings(metrics(0.5, 0.45), "legal") == []
+    assert "0.30" in _warnings(metrics(0.5, 0.30), "legal")[0]

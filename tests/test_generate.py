@@ -1,0 +1,105 @@
+"""Answers are the target's own, recorded with their settings, and a killed run loses no finished shard."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from tiny_models import next_logits
+
+from pipeline import generate, prepare, stage
+from pipeline.adapters.answer_files import read_answers, read_facts, shards
+from pipeline.core.errors import PipelineError
+from pipeline.core.sampling import Sampling, probabilities
+
+
+def config(module, *overrides: str):
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        cfg = compose("config", overrides=["experiment=smoke", "generate.max_new_tokens=10", *overrides])
+    return stage.typed_config(cfg, module.Config)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    """A project folder with the tiny domain's prompts."""
+    folder = tmp_path_factory.mktemp("project")
+    patch = pytest.MonkeyPatch()
+    patch.setattr(stage, "PROJECT_ROOT", folder)
+    prepare.run(config(prepare))
+    yield folder
+    patch.undo()
+
+
+def test_answers_and_probabilities_are_the_targets(project):
+    generate.run(config(generate))
+    train, golden = (read_answers(project / "data/answers" / split) for split in ("train", "golden"))
+    assert {answer.temperature for answer in golden} == {0.0}
+    sampled = [answer for answer in train if answer.temperature > 0]
+    assert 0.2 < len(sampled) / len(train) < 0.8
+    target = generate.Target(config(generate).target, project)
+    for answer in [golden[0], train[0], sampled[0]]:
+        ids = answer.prompt_ids.tolist()
+        for index, token in enumerate(answer.answer_ids.tolist()):
+            logprobs = next_logits(target.model, ids)[:259].log_softmax(-1)
+            assert answer.logprobs[index] == pytest.approx(logprobs[token].item(), abs=1e-4)
+            assert np.allclose(answer.top_logprobs[index], logprobs.topk(8).values.numpy(), atol=2e-3)
+            if answer.temperature == 0:
+                assert token == logprobs.argmax().item() == answer.top_ids[index][0]
+            ids.append(token)
+        assert len(answer.answer_ids) <= 10
+    assert read_facts(project / "data/answers/train") == read_facts(project / "data/answers/dev")
+
+
+def test_a_killed_run_continues_and_ends_the_same(project, monkeypatch):
+    settings = config(generate, "generate.shard_rows=8", "seed=3")
+    original = generate.generate_answers
+
+    def killed(*arguments):
+        for number, answer in enumerate(original(*arguments)):
+            if number == 20:
+                raise KeyboardInterrupt
+            yield answer
+
+    before = [path.read_bytes() for path in shards(project / "data/answers/train")]
+    monkeypatch.setattr(generate, "generate_answers", killed)
+    with pytest.raises(KeyboardInterrupt):
+        generate.run(settings)
+    assert [path.read_bytes() for path in shards(project / "data/answers/train")] == before, "outs stay whole"
+    asked = []
+
+    def counted(target, prompts, *rest):
+        asked.extend(prompts)
+        return original(target, prompts, *rest)
+
+    monkeypatch.setattr(generate, "generate_answers", counted)
+    generate.run(settings)
+    resumed = read_answers(project / "data/answers/train")
+    total = sum(len(read_answers(project / "data/answers" / split)) for split in generate.SPLITS)
+    assert len(asked) == total - 16, "two shards of eight had been kept"
+    for path in (project / ".cache/generate").glob("*/*.parquet"):
+        path.unlink()
+    monkeypatch.setattr(generate, "generate_answers", original)
+    generate.run(settings)
+    straight = read_answers(project / "data/answers/train")
+    assert [a.answer_ids.tolist() for a in resumed] == [a.answer_ids.tolist() for a in straight]
+
+
+def test_sampled_answers_follow_the_sampling(project):
+    """Every sampled token lies in the support of its filtered distribution."""
+    generate.run(config(generate, "generate.sampling.top_k=2", "generate.sampled_share=1.0"))
+    target = generate.Target(config(generate).target, project)
+    answers = read_answers(project / "data/answers/train")
+    assert all(answer.temperature > 0 for answer in answers)
+    for answer in answers[:5]:
+        ids = answer.prompt_ids.tolist()
+        for token in answer.answer_ids.tolist():
+            kept = probabilities(next_logits(target.model, ids)[:259], Sampling(0.7, top_k=2))
+            assert kept[token] > 0 and int((kept > 0).sum()) == 2
+            ids.append(token)
+
+
+def test_prompts_that_do_not_fit_are_named_before_weights_load(project, monkeypatch):
+    monkeypatch.setattr(torch.nn.Module, "__call__", lambda *_: pytest.fail("a model ran"))
+    with pytest.raises(PipelineError, match="at most"):
+        generate.run(config(generate, "generate.max_new_tokens=1010"))

@@ -1,0 +1,101 @@
+"""Every command of the README is run, with the smoke experiment, or checked as far as it can be without a model hub."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+from clone import checked
+from dependencies import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+COMMANDS = [
+    line.split("  #")[0].strip()
+    for line in README.splitlines()
+    if line.startswith("    ") and line.strip().startswith(("make ", ".venv/bin/"))
+]
+NEEDS_MORE = ("dvc remote add", "dvc push", "mlflow ui")  # a remote, a server: checked below without them
+
+
+def chosen(start: str) -> list[str]:
+    return [command for command in COMMANDS if command.startswith(start) and not any(w in command for w in NEEDS_MORE)]
+
+
+def test_commands_are_found_and_all_are_covered():
+    covered = {*chosen("make "), *chosen(".venv/bin/python"), *chosen(".venv/bin/dvc")}
+    assert len(covered) >= 12
+    assert [c for c in COMMANDS if c not in covered and not any(words in c for words in NEEDS_MORE)] == []
+
+
+@pytest.mark.parametrize("command", chosen("make "))
+def test_make_commands_are_targets_and_their_overrides_compose(command, clone):
+    words = shlex.split(command)
+    overrides = [word for argument in words if argument.startswith("ARGS=") for word in argument[5:].split()]
+    assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    if "domain=contracts" not in overrides:
+        program = "import sys; from pipeline.compose import composed; composed(sys.argv[1:])"
+        checked([sys.executable, "-c", program, *overrides], clone)
+
+
+@pytest.mark.parametrize("command", chosen(".venv/bin/python"))
+def test_stage_commands_run(command, clone):
+    words = shlex.split(command)
+    checked([*words, *([] if "experiment=smoke" in words else ["experiment=smoke"])], clone)
+
+
+@pytest.mark.parametrize("command", chosen(".venv/bin/dvc"))
+def test_dvc_commands_run(command, clone):
+    words = shlex.split(command)
+    smoke = ["-S", "experiment=smoke"] if "exp" in words and "experiment=smoke" not in words else []
+    checked([*words, *smoke], clone)
+
+
+def test_a_remote_receives_the_artifacts(clone, tmp_path):
+    checked([".venv/bin/dvc", "remote", "add", "-f", "-d", "store", str(tmp_path)], clone)
+    checked([".venv/bin/dvc", "push"], clone)
+    assert any(path.is_file() for path in tmp_path.rglob("*"))
+
+
+def test_own_data_example(clone):
+    text = re.search(r"    # conf/domain/contracts.yaml\n((?:    .*\n)+)", README)[1]
+    (clone / "conf/domain/contracts.yaml").write_text(re.sub("^    ", "", text, flags=re.M), encoding="utf-8")
+    folder = clone / "data/raw/contracts"
+    folder.mkdir(parents=True, exist_ok=True)
+    nouns = ["lease", "loan", "sale", "pledge", "licence", "service", "supply", "escrow", "agency", "rental"]
+    with (folder / "ours.jsonl").open("w", encoding="utf-8") as stream:
+        for index in range(400):
+            noun = nouns[index % 10]
+            words = " ".join(f"party {index * 31 + k} shall {noun} item {index * 17 + 3 * k}" for k in range(12))
+            stream.write(json.dumps({"text": f"Under clause {index} the {words} in full.", "ignored": None}) + "\n")
+    checked([".venv/bin/python", "-m", "pipeline.prepare", "domain=contracts"], clone)
+    counts = json.loads((clone / "data/prompts/stats.json").read_text(encoding="utf-8"))["prompts"]
+    assert sum(counts["golden"]["contracts"].values()) > 50
+
+
+def test_serving_examples(clone):
+    """The Python blocks of the serving section, on the draft that the smoke run registered."""
+    code = (
+        "import json, mlflow\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "from pipeline.core.decoding import DecodeConfig, decode\n"
+        "from pipeline.core.drafters import ModelDrafter\n"
+        "import glob\n"
+        "mlflow.set_tracking_uri('sqlite:///mlflow.db')\n"
+        "folder = mlflow.artifacts.download_artifacts('models:/tiny-legal-draft@candidate') + '/model'\n"
+        "draft = AutoModelForCausalLM.from_pretrained(folder)\n"
+        "target = AutoModelForCausalLM.from_pretrained(glob.glob('.cache/models/tiny-*')[0])\n"
+        "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
+        "inputs = tokenizer('The licensee', return_tensors='pt')\n"
+        "plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)\n"
+        "assisted = target.generate(**inputs, assistant_model=draft, num_assistant_tokens=2, max_new_tokens=12, do_sample=False)\n"
+        "assert plain.tolist() == assisted.tolist()\n"
+        "head = json.load(open(folder + '/head_token_ids.json'))\n"
+        "config = DecodeConfig(draft_length=2, max_new_tokens=12, eos_token_ids=(2, 0))\n"
+        "result = decode(target, ModelDrafter(draft, head), [inputs.input_ids[0].tolist()], config)\n"
+        "new = plain[0, inputs.input_ids.shape[1]:].tolist()\n"
+        "assert result.sequences[0].token_ids == new[:len(result.sequences[0].token_ids)]\n"
+    )
+    checked([".venv/bin/python", "-c", code], clone)
