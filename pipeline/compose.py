@@ -29,7 +29,9 @@ def main() -> None:
         text = composed(sys.argv[1:])
     except (HydraException, OmegaConfBaseException) as error:
         line = " ".join(str(error).split())
-        sys.exit(f"error: The configuration cannot be composed: {line} Remedy: correct the override or the file in conf/.")
+        sys.exit(
+            f"error: The configuration cannot be composed: {line} Remedy: correct the override or the file in conf/."
+        )
     path = PROJECT_ROOT / "params.yaml"
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         with atomic_path(path) as temporary:

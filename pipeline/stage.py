@@ -64,7 +64,9 @@ def typed_config(cfg: DictConfig, schema: type[ConfigT]) -> ConfigT:
         line = str(error).strip().splitlines()[0]
         key = getattr(error, "full_key", None)
         where = f" at `{key}`" if key else ""
-        raise PipelineError(f"Invalid configuration{where}: {line}", "correct the override or the file in conf/.") from None
+        raise PipelineError(
+            f"Invalid configuration{where}: {line}", "correct the override or the file in conf/."
+        ) from None
 
 
 def write_effective_config(directory: Path, config: Any) -> None:

@@ -58,7 +58,9 @@ def test_all_group_files_are_found():
 
 
 def test_params_are_what_conf_composes():
-    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == composed([]), "run `make params` and commit params.yaml"
+    assert (ROOT / "params.yaml").read_text(encoding="utf-8") == composed([]), (
+        "run `make params` and commit params.yaml"
+    )
 
 
 @pytest.mark.parametrize("name", STAGES)
@@ -136,4 +138,3 @@ def test_an_unknown_override_names_itself():
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode != 0 and "learning_rat" in done.stderr and "Traceback" not in done.stderr
-

@@ -38,7 +38,11 @@ def write_answers(path: Path, answers: list[Answer], facts: dict) -> None:
     for name in ("top_ids", "top_logprobs"):
         columns[name] = [array.reshape(-1) for array in columns[name]]
     columns["top_logprobs"] = [array.astype(np.float16) for array in columns["top_logprobs"]]
-    metadata = {"schema": SCHEMA_NAME, "schema_version": str(SCHEMA_VERSION), "facts": json.dumps(facts, sort_keys=True)}
+    metadata = {
+        "schema": SCHEMA_NAME,
+        "schema_version": str(SCHEMA_VERSION),
+        "facts": json.dumps(facts, sort_keys=True),
+    }
     table = pa.table(columns, schema=SCHEMA.with_metadata(metadata))
     with atomic_path(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
@@ -48,7 +52,9 @@ def read_facts(directory: Path) -> dict:
     """What the shards of `directory` depend on; raises `PipelineError` when they are missing, broken or disagree."""
     facts = {json.dumps(_open(path)[1], sort_keys=True) for path in shards(directory)}
     if len(facts) != 1:
-        raise PipelineError(f"The shards in {directory} come from different runs.", "delete the folder and run `dvc repro`.")
+        raise PipelineError(
+            f"The shards in {directory} come from different runs.", "delete the folder and run `dvc repro`."
+        )
     return json.loads(facts.pop())
 
 
@@ -83,7 +89,9 @@ def _open(path: Path) -> tuple[pa.Table, dict]:
     try:
         table = pq.read_table(path)
     except (pa.ArrowException, OSError) as error:
-        raise PipelineError(f"{path} is not a whole Parquet file ({error}).", "delete it and run `dvc repro`.") from None
+        raise PipelineError(
+            f"{path} is not a whole Parquet file ({error}).", "delete it and run `dvc repro`."
+        ) from None
     metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
     found = (metadata.get("schema"), metadata.get("schema_version"))
     if found != (SCHEMA_NAME, str(SCHEMA_VERSION)):

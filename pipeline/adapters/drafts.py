@@ -114,7 +114,9 @@ def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]
     """The distilled draft and its trimmed head; raises `PipelineError` if it was made for another target."""
     facts = read_draft_facts(folder)
     if facts["compatibility_key"] != target.compatibility_key:
-        differing = [name for name, value in target.compatibility_key.items() if facts["compatibility_key"].get(name) != value]
+        differing = [
+            name for name, value in target.compatibility_key.items() if facts["compatibility_key"].get(name) != value
+        ]
         raise PipelineError(
             f"The draft in {folder} was distilled for another target (differs in {', '.join(differing)}).",
             "run `dvc repro distill` for this target.",

@@ -36,7 +36,9 @@ def resolve_model(model_id: str | None, project_root: Path) -> str:
     if path.is_dir():
         return str(path)
     if path.exists() or os.path.isabs(model_id) or model_id.startswith((".", "~")) or model_id.count("/") > 1:
-        raise PipelineError(f"The model folder {path} does not exist.", "give a hub id or a folder in transformers format.")
+        raise PipelineError(
+            f"The model folder {path} does not exist.", "give a hub id or a folder in transformers format."
+        )
     return model_id
 
 
@@ -51,7 +53,9 @@ def _packaged_gguf(distribution: str, models: Path) -> str:
         ) from None
     files = [file for file in package.files or [] if file.name.endswith(".gguf")]
     if len(files) != 1:
-        raise PipelineError(f"{distribution} carries {len(files)} GGUF files, expected one.", "set target.id otherwise.")
+        raise PipelineError(
+            f"{distribution} carries {len(files)} GGUF files, expected one.", "set target.id otherwise."
+        )
     folder = models / f"{distribution}-{package.version}"
     if not folder.is_dir():
         source = Path(package.locate_file(files[0]))

@@ -400,9 +400,7 @@ def _facts_table(facts: dict[str, Any]) -> Table:
     return Table(["fact", "value"], rows)
 
 
-def _bars(
-    metrics: dict[str, Any], rows: list[dict[str, Any]], column: str, unit: str, largest: float | None
-) -> Bars:
+def _bars(metrics: dict[str, Any], rows: list[dict[str, Any]], column: str, unit: str, largest: float | None) -> Bars:
     """One bar per row, grouped by domain; the frame ends at `largest`, or where the longest interval does."""
     ends = [row[name] for row in rows for name in (column, "upper") if row[name] is not None]
     frame = largest or 1.05 * max([1.0, *ends])

@@ -153,9 +153,7 @@ def _row_document(source: SourceConfig, place: str, name: str, value: Any) -> Do
 def _messages(place: str, value: Any) -> tuple[dict[str, str], ...]:
     """Role and content of each message; other keys and trailing assistant turns, which are answers, are left out."""
     wellformed = isinstance(value, list) and all(
-        isinstance(message, dict)
-        and isinstance(message.get("role"), str)
-        and isinstance(message.get("content"), str)
+        isinstance(message, dict) and isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
         for message in value
     )
     if not wellformed:

@@ -73,7 +73,9 @@ class _Progress(TrainerCallback):
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         names = {"loss": "kl", "eval_token_acceptance": "dev_acceptance"}
-        self.bar.set_postfix({**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}})
+        self.bar.set_postfix(
+            {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
+        )
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
@@ -163,7 +165,9 @@ def _history(log: list[dict], tokens_per_step: float) -> list[dict]:
     for entry in log:
         found = {names[key]: value for key, value in entry.items() if key in names}
         if found:
-            row = rows.setdefault(entry["step"], {"step": entry["step"], "tokens": round(entry["step"] * tokens_per_step)})
+            row = rows.setdefault(
+                entry["step"], {"step": entry["step"], "tokens": round(entry["step"] * tokens_per_step)}
+            )
             row.update(found)
     return [rows[step] for step in sorted(rows)]
 

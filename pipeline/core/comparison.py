@@ -89,7 +89,12 @@ class Outcome:
 
 
 def evaluate(
-    models: Contestants, dev: list[Answer], golden: list[Answer], decode: DecodeSettings, config: EvaluateConfig, seed: int
+    models: Contestants,
+    dev: list[Answer],
+    golden: list[Answer],
+    decode: DecodeSettings,
+    config: EvaluateConfig,
+    seed: int,
 ) -> Outcome:
     """Measure the distilled draft beside prompt lookup and its undistilled self on golden prompts."""
     sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)

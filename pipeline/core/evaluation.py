@@ -150,7 +150,9 @@ def served_metrics(requests: list[Request], draft_length: int, samples: int) -> 
         "tokens_per_second": ratio_measure(tokens, seconds, clusters, samples),
         "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),
         "ttft_seconds": ratio_measure([request.ttft_seconds for request in requests], [1] * count, clusters, samples),
-        "itl_p95_seconds": measure(float(np.quantile(gaps, 0.95)), count=count) if len(gaps) else no_data("one token each"),
+        "itl_p95_seconds": measure(float(np.quantile(gaps, 0.95)), count=count)
+        if len(gaps)
+        else no_data("one token each"),
     }
 
 
@@ -187,9 +189,7 @@ def teacher_forced(
     with torch.inference_mode():
         for index in range(len(batches)):
             batch = {name: tensor.to(draft.device) for name, tensor in batches[index].items()}
-            overlap = {
-                name: _overlap(draft, target, batch, head, vocabulary, sampling) for name, head in heads.items()
-            }
+            overlap = {name: _overlap(draft, target, batch, head, vocabulary, sampling) for name, head in heads.items()}
             start = 0
             for answer in batches.groups[index]:
                 stop = start + len(answer.answer_ids)

@@ -22,7 +22,9 @@ METRICS = {
     "token_acceptance_trimmed_head": Metric(
         "share", True, "positions where the draft, as our decoder runs it, agrees with the target (teacher-forced)"
     ),
-    "token_acceptance_full_head": Metric("share", True, "the same with the draft's whole head, as other engines run it"),
+    "token_acceptance_full_head": Metric(
+        "share", True, "the same with the draft's whole head, as other engines run it"
+    ),
     "token_acceptance_without_loops": Metric("share", True, "trimmed head, answers that repeat themselves left out"),
     "acceptance_rate": Metric("share", True, "accepted / drafted tokens at the stated k"),
     "mean_acceptance_length": Metric("tokens per round", True, "emitted / rounds, bonus token included"),
@@ -36,7 +38,9 @@ METRICS = {
 }
 
 
-def measure(value: float | None, interval: tuple[float, float] | None = None, count: int = 0, reason: str | None = None):
+def measure(
+    value: float | None, interval: tuple[float, float] | None = None, count: int = 0, reason: str | None = None
+):
     """The form every number has in metrics.json: value, 95 % interval, number of prompts, reason when there is none."""
     return {"value": value, "interval": list(interval) if interval else None, "count": count, "reason": reason}
 

@@ -345,9 +345,7 @@ def representatives(documents: list[Document], clusters: dict[str, str]) -> list
     return list(chosen.values())
 
 
-def build_prompts(
-    documents: list[Document], clusters: dict[str, str], config: PromptConfig, seed: int
-) -> PromptSplits:
+def build_prompts(documents: list[Document], clusters: dict[str, str], config: PromptConfig, seed: int) -> PromptSplits:
     """Cut, split and filter prompts.
 
     `clusters` maps each document id to its cluster of near-duplicates; a cluster lies in one split and gives one

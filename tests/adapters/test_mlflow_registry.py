@@ -246,4 +246,3 @@ def test_an_unusable_sqlite_file_is_refused(tmp_path):
 def test_a_scheme_that_mlflow_does_not_know_is_refused():
     with pytest.raises(PipelineError, match="refused"):
         check_store("gopher://127.0.0.1", timeout_seconds=1)
-

@@ -63,9 +63,14 @@ def test_a_saved_draft_is_whole_and_belongs_to_its_target(target, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "draft")
     chats = [[{"role": "user", "content": text}] for text in ("a", "Whereas", "§ 4")]
     assert tokenizer.get_vocab() == target.tokenizer.get_vocab()
-    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (target.tokenizer.eos_token_id, target.tokenizer.pad_token_id)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (
+        target.tokenizer.eos_token_id,
+        target.tokenizer.pad_token_id,
+    )
     for chat in chats:
-        assert tokenizer.apply_chat_template(chat, tokenize=False) == target.tokenizer.apply_chat_template(chat, tokenize=False)
+        assert tokenizer.apply_chat_template(chat, tokenize=False) == target.tokenizer.apply_chat_template(
+            chat, tokenize=False
+        )
     target.compatibility_key["target_fingerprint"] = "another"
     with pytest.raises(PipelineError, match="another target"):
         load_draft(tmp_path / "draft", target)

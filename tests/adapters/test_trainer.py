@@ -15,8 +15,8 @@ from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches, answer_logits, greedy_agreement
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import forward_kl_top
-from pipeline.core.training import DistillConfig
 from pipeline.core.pruning import check_layers, keep_layers
+from pipeline.core.training import DistillConfig
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
 

@@ -181,7 +181,9 @@ def test_stop_string_spanning_tokens_inside_a_block():
     tokenizer = build_tiny_tokenizer()
     target = tiny_llama(vocabulary=264)
     prompt = tokenizer("whereas").input_ids
-    plain = decode(target, None, [prompt], greedy(1, 30, allowed_token_ids=range(259)), tokenizer=tokenizer).sequences[0]
+    plain = decode(target, None, [prompt], greedy(1, 30, allowed_token_ids=range(259)), tokenizer=tokenizer).sequences[
+        0
+    ]
     stop = tokenizer.decode(plain.token_ids)[5:9]
     assert stop
     results = []
@@ -194,7 +196,10 @@ def test_stop_string_spanning_tokens_inside_a_block():
     needed = len(results[0].token_ids)
     for cap, reason in ((needed - 1, "length"), (needed, "stop")):
         config = greedy(8, cap, stop=(stop,), allowed_token_ids=range(259))
-        assert decode(target, copy.deepcopy(target), [prompt], config, tokenizer=tokenizer).sequences[0].finish_reason == reason
+        assert (
+            decode(target, copy.deepcopy(target), [prompt], config, tokenizer=tokenizer).sequences[0].finish_reason
+            == reason
+        )
 
 
 def test_stop_strings_need_the_tokenizer():
@@ -285,7 +290,9 @@ def test_trimmed_head_drafts_only_its_tokens_and_stays_lossless():
     assert 0 < result.stats.accepted < result.stats.drafted
 
 
-@pytest.mark.parametrize("options", [{"draft_length": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"stop": ("",)}])
+@pytest.mark.parametrize(
+    "options", [{"draft_length": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"stop": ("",)}]
+)
 def test_settings_out_of_range_are_refused(options):
     with pytest.raises(ValueError):
         DecodeConfig(**{"draft_length": 1, "max_new_tokens": 1, **options})

@@ -33,7 +33,6 @@ def test_all_entries_stored_give_the_full_forward_kl():
 
 def test_a_draft_that_overweights_the_top_is_punished_through_the_tail():
     """Without the tail term the value would be negative, after renormalising both sides it would be 0."""
-    target = torch.zeros(1, 100)
     index, values = torch.arange(5)[None], torch.full((1, 5), 0.01).log()
     draft = torch.zeros(1, 100)
     draft[0, :5] = 3.0

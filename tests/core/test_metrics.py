@@ -61,4 +61,8 @@ def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():
 
 
 def test_aggregate_adds_all():
-    assert aggregate(["ab", "b", "ac"], lambda word: word[0]) == {"a": ["ab", "ac"], "b": ["b"], "all": ["ab", "b", "ac"]}
+    assert aggregate(["ab", "b", "ac"], lambda word: word[0]) == {
+        "a": ["ab", "ac"],
+        "b": ["b"],
+        "all": ["ab", "b", "ac"],
+    }
