@@ -24,6 +24,7 @@ from pipeline.core.cache import CachedModel
 from pipeline.core.drafters import Drafter, ModelDrafter, head_size, pad_right
 from pipeline.core.sampling import Proposal, Sampling, row_seed, verify
 
+REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
@@ -198,7 +199,8 @@ class Decoder:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Admit waiting prompts to free slots, or else run one round for all rows; returns what was delivered."""
-        if self._waiting and len(self._rows) < self.slots:
+        free = self.slots - len(self._rows)
+        if free and self._waiting and (free >= self.slots // REFILL_SHARE or not self._rows):
             return self._prefill()
         return self._round() if self._rows else []
 
