@@ -36,7 +36,7 @@ class GenerateConfig:
     max_new_tokens: int  # longest answer, tokens
     sampled_share: float  # of train prompts answered by sampling, in [0, 1]
     sampling: Sampling  # how those are sampled
-    top_logprobs: int  # alternatives stored per answer token
+    top_logprobs: int  # alternatives stored per token of prompt and answer
     batch_size: int  # rows decoded together
     shard_rows: int  # answers per Parquet shard
 
@@ -102,6 +102,7 @@ def _answer_all(
                 eos_token_ids=target.eos_token_ids,
                 allowed_token_ids=range(target.vocabulary_size),
                 return_logprobs=settings.top_logprobs,
+                prompt_logprobs=settings.top_logprobs,
                 **vars(sampling),
             )
             model, slots = target.model, settings.batch_size

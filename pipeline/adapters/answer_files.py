@@ -28,6 +28,8 @@ SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.float32())),
         ("top_ids", pa.list_(pa.int32())),  # flattened [answer tokens x top]
         ("top_logprobs", pa.list_(pa.float16())),  # flattened likewise
+        ("prompt_top_ids", pa.list_(pa.int32())),  # flattened [prompt tokens after the first x top]
+        ("prompt_top_logprobs", pa.list_(pa.float16())),  # flattened likewise
     ]
 )
 
@@ -35,9 +37,10 @@ SCHEMA = pa.schema(
 def write_answers(path: Path, answers: list[Answer], facts: dict) -> None:
     """Write one shard whole or not at all. `facts`: what the answers depend on, strings and numbers."""
     columns = {name: [getattr(answer, name) for answer in answers] for name in SCHEMA.names}
-    for name in ("top_ids", "top_logprobs"):
+    for name in ("top_ids", "prompt_top_ids"):
         columns[name] = [array.reshape(-1) for array in columns[name]]
-    columns["top_logprobs"] = [array.astype(np.float16) for array in columns["top_logprobs"]]
+    for name in ("top_logprobs", "prompt_top_logprobs"):
+        columns[name] = [array.reshape(-1).astype(np.float16) for array in columns[name]]
     metadata = {
         "schema": SCHEMA_NAME,
         "schema_version": str(SCHEMA_VERSION),
@@ -68,9 +71,11 @@ def read_shard(path: Path) -> list[Answer]:
     table, _ = _open(path)
     rows = []
     for row in table.to_pylist():
-        length = len(row["answer_ids"])
-        for name, dtype in (("top_ids", np.int32), ("top_logprobs", np.float32)):
-            row[name] = np.asarray(row[name], dtype=dtype).reshape(length, -1)
+        top = len(row["top_ids"]) // len(row["answer_ids"])
+        for name in ("top_ids", "prompt_top_ids"):
+            row[name] = np.asarray(row[name], dtype=np.int32).reshape(-1, top)
+        for name in ("top_logprobs", "prompt_top_logprobs"):
+            row[name] = np.asarray(row[name], dtype=np.float32).reshape(-1, top)
         for name in ("prompt_ids", "answer_ids"):
             row[name] = np.asarray(row[name], dtype=np.int32)
         row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)

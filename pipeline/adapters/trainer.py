@@ -1,6 +1,6 @@
 """Distillation of a draft from stored target probabilities, on transformers' Trainer.
 
-The loss is computed only at answer positions, over the draft's trimmed head, and normalised by the answer tokens of the
+The loss is computed at the answers' tokens, and the prompts' if asked for, over the draft's trimmed head, and normalised by the answer tokens of the
 whole optimiser step. The Trainer brings heavy optional packages along where they are installed, hence its place here.
 """
 
@@ -98,7 +98,7 @@ def distill(
     check_plain_head(draft)
     torch.manual_seed(seed)
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
-    batches = AnswerBatches(train, head_token_ids, config.tokens_per_forward, seed)
+    batches = AnswerBatches(train, head_token_ids, config.tokens_per_forward, seed, config.train_on_prompts)
     dev_batches = AnswerBatches(dev, head_token_ids, config.tokens_per_forward, seed)
     accumulation = min(len(batches), max(1, round(config.tokens_per_step / config.tokens_per_forward)))
     steps = math.ceil(config.epochs * len(batches) / accumulation)

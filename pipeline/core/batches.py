@@ -20,12 +20,16 @@ from pipeline.core.errors import PipelineError
 class AnswerBatches(Dataset):
     """Answers grouped into batches of at most `tokens_per_forward` tokens, similar lengths together.
 
-    Item i: input_ids [rows, length]; query [n], flat index of the position that predicts each answer token; labels [n],
-    the answer tokens; target [n], the target's most probable token; top_index [n, top], column of each stored entry in
-    the trimmed head or -1; top_logprobs [n, top].
+    The n scored tokens are the answers'; with `prompts` also those of the prompts after the first. Item i: input_ids
+    [rows, length]; query [n], flat index of the position that predicts each scored token; labels [n], the scored tokens;
+    target [n], the target's most probable token there; top_index [n, top], column of each stored entry in the trimmed
+    head or -1; top_logprobs [n, top].
     """
 
-    def __init__(self, answers: list[Answer], head_token_ids: list[int], tokens_per_forward: int, seed: int) -> None:
+    def __init__(
+        self, answers: list[Answer], head_token_ids: list[int], tokens_per_forward: int, seed: int, prompts: bool = False
+    ) -> None:
+        self.prompts = prompts
         rng = np.random.default_rng(seed)
         order = sorted(rng.permutation(len(answers)), key=lambda i: _length(answers[i]))
         self.groups: list[list[Answer]] = [[]]
@@ -34,8 +38,9 @@ class AnswerBatches(Dataset):
             if self.groups[-1] and (len(self.groups[-1]) + 1) * _length(answer) > tokens_per_forward:
                 self.groups.append([])
             self.groups[-1].append(answer)
-        size = 1 + max(int(max(a.top_ids.max(), a.answer_ids.max())) for a in answers)
-        self.column = np.full(max(size, max(head_token_ids) + 1), -1, dtype=np.int64)
+        stored = [ids for answer in answers for ids in (answer.top_ids, answer.prompt_top_ids) if ids.size]
+        size = 1 + max(max(head_token_ids), *(int(ids.max()) for ids in stored))
+        self.column = np.full(size, -1, dtype=np.int64)
         self.column[head_token_ids] = np.arange(len(head_token_ids))
 
     def __len__(self) -> int:
@@ -45,23 +50,29 @@ class AnswerBatches(Dataset):
         group = self.groups[index]
         width = max(map(_length, group))
         input_ids = np.zeros((len(group), width), dtype=np.int64)
-        query = []
+        query, labels = [], []
         for row, answer in enumerate(group):
-            ids = np.concatenate([answer.prompt_ids, answer.answer_ids[:-1]])
-            input_ids[row, : len(ids)] = ids
-            start = row * width + len(answer.prompt_ids) - 1
-            query.append(np.arange(start, start + len(answer.answer_ids)))
-        top_ids = np.concatenate([answer.top_ids for answer in group])
-        labels = torch.from_numpy(np.concatenate([answer.answer_ids for answer in group]).astype(np.int64))
+            ids = np.concatenate([answer.prompt_ids, answer.answer_ids])
+            input_ids[row, : len(ids) - 1] = ids[:-1]
+            first = 1 if self.prompts else len(answer.prompt_ids)
+            labels.append(ids[first:])
+            query.append(row * width + np.arange(first - 1, len(ids) - 1))
+        top_ids = self._scored(group, "top_ids")
+        scored = torch.from_numpy(np.concatenate(labels).astype(np.int64))
         return {
             "input_ids": torch.from_numpy(input_ids),
             "query": torch.from_numpy(np.concatenate(query)),
-            "labels": labels,
-            "shift_labels": labels,  # tells the Trainer that labels are aligned already, when it counts them
+            "labels": scored,
+            "shift_labels": scored,  # tells the Trainer that labels are aligned already, when it counts them
             "target": torch.from_numpy(top_ids[:, 0].astype(np.int64)),
             "top_index": torch.from_numpy(self.column[top_ids]),
-            "top_logprobs": torch.from_numpy(np.concatenate([answer.top_logprobs for answer in group])),
+            "top_logprobs": torch.from_numpy(self._scored(group, "top_logprobs")),
         }
+
+    def _scored(self, group: list[Answer], name: str) -> np.ndarray:
+        """The stored entries `name` of the scored tokens, [n, top]."""
+        parts = (f"prompt_{name}", name) if self.prompts else (name,)
+        return np.concatenate([getattr(answer, part) for answer in group for part in parts])
 
 
 def _length(answer: Answer) -> int:

@@ -26,6 +26,7 @@ from pipeline.core.sampling import Proposal, Sampling, row_seed, verify
 
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
+PREFILL_SCORED = 1024  # tokens of one prefill pass whose log-probabilities are asked for
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
 
@@ -43,6 +44,7 @@ class DecodeConfig:
     stop: tuple[str, ...] = ()  # a row ends when its text contains one of these; needs the tokenizer
     allowed_token_ids: Sequence[int] | None = None  # the only ids that may be emitted; None: every logit of the target
     return_logprobs: int | None = None  # alternatives returned per token with its own log-probability; None: neither
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first, scored while it is prefilled
 
     def __post_init__(self) -> None:
         if self.draft_length < 1:
@@ -69,7 +71,7 @@ class Round:
 
 @dataclass
 class Logprobs:
-    """Log-softmax of the target's raw logits at temperature 1 over the allowed ids, for each emitted token.
+    """Log-softmax of the target's raw logits at temperature 1 over the allowed ids, for each token.
 
     token [n]; top_ids and top [n][alternatives], most probable first.
     """
@@ -89,6 +91,7 @@ class GeneratedSequence:
     rounds: list[Round]
     timestamps: list[float]
     logprobs: Logprobs | None
+    prompt_logprobs: Logprobs | None
 
 
 @dataclass
@@ -131,6 +134,7 @@ class _Row:
     rounds: list[Round] = field(default_factory=list)
     timestamps: list[float] = field(default_factory=list)
     logprobs: Logprobs = field(default_factory=Logprobs)
+    prompt_logprobs: Logprobs = field(default_factory=Logprobs)
     finish_reason: str | None = None
     text: str | None = None
 
@@ -214,8 +218,14 @@ class Decoder:
         room = longest + self.config.max_new_tokens + self.config.draft_length + 1
         self.target.reserve(room)
         token_ids, positions = pad_right(prompts, longest, self.target.device)
-        last, which = torch.tensor([len(prompt) - 1 for prompt in prompts]).unique(return_inverse=True)
-        logits = self.target.forward(first_row, token_ids, positions, longest, last.to(self.target.device))
+        ends, which = torch.tensor([len(prompt) - 1 for prompt in prompts]).unique(return_inverse=True)
+        if self.config.prompt_logprobs is None:
+            logits = self.target.forward(first_row, token_ids, positions, longest, ends.to(self.target.device))
+        else:
+            whole = self.target.forward(first_row, token_ids, positions, longest)
+            records = [(row.prompt_logprobs, row.tokens[1:]) for row in rows]
+            self._record_logprobs(records, self._allowed.restrict(whole), self.config.prompt_logprobs)
+            logits = whole[:, ends.to(whole.device)]
         logits = logits[torch.arange(len(rows)), which][:, None]
         if self.drafter is not None:
             self.drafter.begin(first_row, prompts, room)
@@ -229,11 +239,12 @@ class Decoder:
         """The waiting rows that share the next prefill pass, at most `room`: together they stay within its limits."""
         rows: list[_Row] = []
         lengths: set[int] = set()
+        most = PREFILL_TOKENS if self.config.prompt_logprobs is None else PREFILL_SCORED
         while self._waiting and len(rows) < room:
             lengths.add(len(self._waiting[0].tokens))
             count = len(rows) + 1
             if rows and (
-                count * max(lengths) > PREFILL_TOKENS or (len(lengths) > 1 and count * len(lengths) > PREFILL_LOGITS)
+                count * max(lengths) > most or (len(lengths) > 1 and count * len(lengths) > PREFILL_LOGITS)
             ):
                 break
             rows.append(self._waiting.popleft())
@@ -273,7 +284,8 @@ class Decoder:
         blocks = [drafted[:kept] + [token] for kept, token, _, *drafted in counts]
         emitted = [self._commit(row, block, now) for row, block in zip(rows, blocks, strict=True)]
         if self.config.return_logprobs is not None:
-            self._record_logprobs(rows, logits, emitted)
+            records = [(row.logprobs, tokens) for row, tokens in zip(rows, emitted, strict=True)]
+            self._record_logprobs(records, logits, self.config.return_logprobs)
         for row, tokens, (kept, _, proposed, *_) in zip(rows, emitted, counts, strict=True):
             if not is_prefill:
                 ends = row.finish_reason is not None
@@ -303,18 +315,18 @@ class Decoder:
             return "eos"
         return "length" if len(row.tokens) - row.prompt_length >= self.config.max_new_tokens else None
 
-    def _record_logprobs(self, rows: list[_Row], logits: Tensor, emitted: list[list[int]]) -> None:
-        """Store the target's log-probabilities of the emitted tokens and of the most probable alternatives."""
-        width = max(map(len, emitted))
+    def _record_logprobs(self, records: list[tuple[Logprobs, list[int]]], logits: Tensor, alternatives: int) -> None:
+        """Append to each record what [rows, queries, vocab] logits give its tokens, the first from the first query on."""
+        width = max(len(tokens) for _, tokens in records)
         scores = logits[:, :width].float().log_softmax(dim=-1)
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in emitted]
-        own = scores.gather(-1, torch.tensor(padded, device=logits.device)[..., None])[..., 0].tolist()
-        top, top_ids = scores.topk(self.config.return_logprobs, dim=-1)
-        top, top_ids = top.tolist(), top_ids.tolist()
-        for index, (row, tokens) in enumerate(zip(rows, emitted, strict=True)):
-            row.logprobs.token.extend(own[index][: len(tokens)])
-            row.logprobs.top.extend(top[index][: len(tokens)])
-            row.logprobs.top_ids.extend(top_ids[index][: len(tokens)])
+        padded = [tokens + [0] * (width - len(tokens)) for _, tokens in records]
+        index = torch.tensor(padded, dtype=torch.long, device=logits.device).reshape(len(records), width, 1)
+        own = scores.gather(-1, index)[..., 0].tolist()
+        top, top_ids = (tensor.tolist() for tensor in scores.topk(alternatives, dim=-1))
+        for row, (record, tokens) in enumerate(records):
+            record.token.extend(own[row][: len(tokens)])
+            record.top.extend(top[row][: len(tokens)])
+            record.top_ids.extend(top_ids[row][: len(tokens)])
 
     def _retire(self, rows: list[_Row], emitted: list[list[int]]) -> list[Event]:
         """Turn the step into events; the last row moves into the slot of a row that ended."""
@@ -343,7 +355,10 @@ class Decoder:
         self.stats.rounds += len(row.rounds)
         self.stats.peak_memory_bytes = peak_memory_bytes(self.target.device)
         logprobs = row.logprobs if self.config.return_logprobs is not None else None
-        return GeneratedSequence(row.generated, text, row.finish_reason, row.rounds, row.timestamps, logprobs)
+        prompt_logprobs = row.prompt_logprobs if self.config.prompt_logprobs is not None else None
+        return GeneratedSequence(
+            row.generated, text, row.finish_reason, row.rounds, row.timestamps, logprobs, prompt_logprobs
+        )
 
 
 class _AllowedTokens:

@@ -36,7 +36,7 @@ def generate_answers(
 ) -> Iterator[Answer]:
     """Decode plainly, longest prompts first, `slots` rows at a time; yields answers as they finish.
 
-    `config.return_logprobs` sets how many alternatives are stored per token. `progress` counts tokens.
+    `config.return_logprobs` and `config.prompt_logprobs`, equal, set how many alternatives are stored per token. `progress` counts tokens.
     """
     decoder = Decoder(target, None, config, slots=min(slots, max(1, len(prompts))))
     requests: dict[int, EncodedPrompt] = {}
@@ -51,6 +51,7 @@ def generate_answers(
 
 
 def _answer(prompt: EncodedPrompt, sequence: GeneratedSequence, temperature: float) -> Answer:
+    width = len(sequence.logprobs.top_ids[0])
     return Answer(
         prompt_id=prompt.prompt_id,
         domain=prompt.domain,
@@ -63,4 +64,6 @@ def _answer(prompt: EncodedPrompt, sequence: GeneratedSequence, temperature: flo
         logprobs=np.asarray(sequence.logprobs.token, dtype=np.float32),
         top_ids=np.asarray(sequence.logprobs.top_ids, dtype=np.int32),
         top_logprobs=np.asarray(sequence.logprobs.top, dtype=np.float32),
+        prompt_top_ids=np.asarray(sequence.prompt_logprobs.top_ids, dtype=np.int32).reshape(-1, width),
+        prompt_top_logprobs=np.asarray(sequence.prompt_logprobs.top, dtype=np.float32).reshape(-1, width),
     )

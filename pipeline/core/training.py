@@ -19,4 +19,5 @@ class DistillConfig:
     tokens_per_forward: int  # tokens of one forward pass; gradients accumulate up to tokens_per_step
     evaluations: int  # times that dev token acceptance is measured; the best checkpoint is kept
     head_tokens: int  # size of the draft's trimmed head
+    train_on_prompts: bool  # the prompts' tokens count like the answers'
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)

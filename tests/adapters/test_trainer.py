@@ -26,6 +26,7 @@ def answer_of(target, prompt: list[int], tokens: int, name: str, top: int = 10) 
     ids = list(prompt)
     values, index = [], []
     with torch.inference_mode():
+        scores = target(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1).topk(top)
         for _ in range(tokens):
             logprobs = target(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
             best = logprobs.topk(top)
@@ -35,7 +36,8 @@ def answer_of(target, prompt: list[int], tokens: int, name: str, top: int = 10) 
     own = np.array([row[0] for row in values], dtype=np.float32)
     return Answer(
         name, "legal", "continuation", name, np.array(prompt, np.int32), np.array(ids[len(prompt) :], np.int32),
-        "length", 0.0, own, np.stack(index), np.stack(values),
+        "length", 0.0, own, np.stack(index), np.stack(values), scores.indices.numpy().astype(np.int32),
+        scores.values.numpy(),
     )  # fmt: skip
 
 
@@ -70,6 +72,17 @@ def test_every_answer_token_is_trained_once_and_nothing_else(answers):
             start += len(answer.answer_ids)
 
 
+def test_prompts_are_scored_only_when_asked_for(target, answers):
+    with_prompts = AnswerBatches(answers, list(range(100)), 10_000, seed=0, prompts=True)
+    batch, group = with_prompts[0], with_prompts.groups[0]
+    expected = [token for a in group for token in [*a.prompt_ids[1:].tolist(), *a.answer_ids.tolist()]]
+    assert batch["labels"].tolist() == expected
+    with torch.inference_mode():
+        losses = forward_kl_top(answer_logits(target, batch, None), batch["top_index"], batch["top_logprobs"])
+    assert losses.max() < 1e-4, "the target's own logits meet the stored ones at every scored position"
+    assert greedy_agreement(target, with_prompts, torch.arange(100)) == 1.0
+
+
 def test_padding_and_neighbours_do_not_change_the_logits(target, answers):
     together = AnswerBatches(answers, HEAD, 10_000, seed=0)
     assert len(together) == 1
@@ -91,7 +104,7 @@ def test_target_as_its_own_draft_agrees_everywhere(target, answers):
 def config(**changes) -> DistillConfig:
     settings = {
         "epochs": 8, "learning_rate": 3e-3, "warmup_share": 0.1, "weight_decay": 0.0, "adam_beta2": 0.98,
-        "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52, "freeze_embeddings": False,
+        "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52, "train_on_prompts": False, "freeze_embeddings": False,
     }  # fmt: skip
     return DistillConfig(**{**settings, **changes})
 

@@ -17,7 +17,7 @@ def answer(ids: list[int], name: str = "a") -> Answer:
     index = rng.permutation(4 * len(ids)).reshape(len(ids), 4).astype(np.int32)
     return Answer(
         name, "legal", "continuation", "c", np.array([9, 9], np.int32), np.array(ids, np.int32), "eos", 0.8,
-        top[:, 0], index, top,
+        top[:, 0], index, top, index[:1], top[:1],
     )  # fmt: skip
 
 
@@ -30,6 +30,7 @@ def test_ids_that_are_no_canonical_split_come_back_as_they_were(tmp_path):
     assert back.top_ids.tolist() == original.top_ids.tolist() and back.top_logprobs.shape == (3, 4)
     assert np.abs(back.top_logprobs - original.top_logprobs).max() < 2e-3
     assert np.array_equal(back.logprobs, original.logprobs)
+    assert back.prompt_top_ids.tolist() == original.prompt_top_ids.tolist() and back.prompt_top_logprobs.shape == (1, 4)
     assert back.temperature == pytest.approx(0.8)
     assert read_facts(tmp_path / "train") == {"target": "t"}
 
@@ -38,6 +39,8 @@ def test_misaligned_probabilities_are_an_error():
     whole = answer([4, 6, 2])
     with pytest.raises(ValueError, match="not aligned"):
         Answer(**{**vars(whole), "answer_ids": whole.answer_ids[:2]})
+    with pytest.raises(ValueError, match="not aligned"):
+        Answer(**{**vars(whole), "prompt_ids": whole.prompt_ids[:1]})
 
 
 def test_a_cut_shard_is_named(tmp_path):

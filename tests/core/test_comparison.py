@@ -28,12 +28,13 @@ def answers(target, count: int, domain: str) -> list[Answer]:
         prompt = [index + 1, 2 * index + 3, 5]
         ids = uncached_greedy(target, prompt, 10)
         with torch.inference_mode():
-            logprobs = target(torch.tensor([prompt + ids]), use_cache=False).logits[0, 2:-1].log_softmax(-1)
-        values, top = logprobs.topk(6)
+            logprobs = target(torch.tensor([prompt + ids]), use_cache=False).logits[0, :-1].log_softmax(-1)
+        values, top = (tensor.numpy() for tensor in logprobs.topk(6))
+        top = top.astype(np.int32)
         rows.append(
             Answer(
                 f"{domain}{index}", domain, "continuation", str(index), np.array(prompt, np.int32),
-                np.array(ids, np.int32), "length", 0.0, values[:, 0].numpy(), top.numpy().astype(np.int32), values.numpy(),
+                np.array(ids, np.int32), "length", 0.0, values[2:, 0], top[2:], values[2:], top[:2], values[:2],
             )
         )  # fmt: skip
     return rows

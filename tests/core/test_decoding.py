@@ -255,7 +255,21 @@ def test_logprobs_are_the_targets():
         assert sequence.logprobs.token[index] == pytest.approx(expected[token].item(), abs=1e-5)
         assert sequence.logprobs.top_ids[index] == expected.topk(5).indices.tolist()
         assert sequence.logprobs.top[index] == pytest.approx(expected.topk(5).values.tolist(), abs=1e-5)
-    assert decode(target, None, [[5]], greedy(1, 3)).sequences[0].logprobs is None
+    plain = decode(target, None, [[5]], greedy(1, 3)).sequences[0]
+    assert plain.logprobs is None and plain.prompt_logprobs is None
+
+
+def test_prompt_logprobs_are_the_targets_and_change_nothing():
+    target = tiny_llama()
+    prompts = [[5, 6, 7], [8], [9, 1, 2, 3, 4]]
+    result = decode(target, None, prompts, greedy(1, 6, prompt_logprobs=4))
+    assert tokens_of(result) == tokens_of(decode(target, None, prompts, greedy(1, 6)))
+    for prompt, sequence in zip(prompts, result.sequences, strict=True):
+        assert len(sequence.prompt_logprobs.token) == len(prompt) - 1
+        for index in range(1, len(prompt)):
+            expected = next_logits(target, prompt[:index]).log_softmax(-1)
+            assert sequence.prompt_logprobs.token[index - 1] == pytest.approx(expected[prompt[index]].item(), abs=1e-5)
+            assert sequence.prompt_logprobs.top_ids[index - 1] == expected.topk(4).indices.tolist()
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(112, 104), (104, 112)])

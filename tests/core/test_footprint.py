@@ -108,7 +108,7 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
     )
     distill = DistillConfig(
         epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1,
-        tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96, freeze_embeddings=False,
+        tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96, train_on_prompts=False, freeze_embeddings=False,
     )  # fmt: skip
     work = footprint.Workload(10, 4, prompt_tokens=20, answer_tokens=30, rows=8, decoded_tokens=1000)
     seconds = full.seconds(work, distill)
