@@ -35,11 +35,12 @@ class Config:
 def run(config: Config) -> None:
     root = input_path("")
     target = Target(config.target, root)
-    vocabulary = check_draft(config.draft, target, root).shared_ids
+    check_draft(config.draft, target, root)
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
     distilled, head = load_draft(input_path("data/draft"), target)
     undistilled = initial_draft(config.draft, target, root).to(distilled.dtype)
+    vocabulary = range(target.vocabulary_size)
     models = Contestants(target.model, undistilled, distilled, head, vocabulary, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)

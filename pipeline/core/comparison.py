@@ -70,7 +70,10 @@ class EvaluateConfig:
 
 @dataclass
 class Contestants:
-    """The models of an evaluation and what they may emit; `domain` is the target domain."""
+    """The models of an evaluation, the ids that the target may emit, and the target domain.
+
+    `head_token_ids` are the only ids that the drafts guess: those of the domain that both tokenizers share.
+    """
 
     target: PreTrainedModel
     undistilled: PreTrainedModel
