@@ -41,7 +41,8 @@ def run(config: Config) -> None:
     distilled, head = load_draft(input_path("data/draft"), target)
     undistilled = initial_draft(config.draft, target, root).to(distilled.dtype)
     vocabulary = range(target.vocabulary_size)
-    models = Contestants(target.model, undistilled, distilled, head, vocabulary, facts["target_domain"])
+    half_weights = config.decode.draft_half_weights
+    models = Contestants(target.model, undistilled, distilled, head, half_weights, vocabulary, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
     identity = {"name": config.target.name, "id": config.target.id}

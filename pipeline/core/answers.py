@@ -33,10 +33,16 @@ class Answer:
 
     def __post_init__(self) -> None:
         length = len(self.answer_ids)
-        answer_fits = len(self.logprobs) == len(self.top_ids) == length and self.top_ids.shape == self.top_logprobs.shape
-        prompt_fits = self.prompt_top_ids.shape == self.prompt_top_logprobs.shape == (
-            len(self.prompt_ids) - 1,
-            self.top_ids.shape[-1],
+        answer_fits = (
+            len(self.logprobs) == len(self.top_ids) == length and self.top_ids.shape == self.top_logprobs.shape
+        )
+        prompt_fits = (
+            self.prompt_top_ids.shape
+            == self.prompt_top_logprobs.shape
+            == (
+                len(self.prompt_ids) - 1,
+                self.top_ids.shape[-1],
+            )
         )
         if not answer_fits or not prompt_fits:
             raise ValueError(f"{self.prompt_id}: log-probabilities are not aligned with the ids")

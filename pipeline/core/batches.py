@@ -27,7 +27,12 @@ class AnswerBatches(Dataset):
     """
 
     def __init__(
-        self, answers: list[Answer], head_token_ids: list[int], tokens_per_forward: int, seed: int, prompts: bool = False
+        self,
+        answers: list[Answer],
+        head_token_ids: list[int],
+        tokens_per_forward: int,
+        seed: int,
+        prompts: bool = False,
     ) -> None:
         self.prompts = prompts
         rng = np.random.default_rng(seed)

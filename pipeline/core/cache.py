@@ -141,15 +141,16 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
 class CachedModel:
     """A causal language model together with a ragged cache of `rows` rows.
 
-    The model given is left untouched; on a CPU its linear layers are replaced by prepacked ones in a view of it.
+    The model given is left untouched; on a CPU its linear layers are replaced by prepacked ones in a view of it, with
+    `half_weights` in float16.
     """
 
-    def __init__(self, model: PreTrainedModel, rows: int) -> None:
+    def __init__(self, model: PreTrainedModel, rows: int, half_weights: bool = False) -> None:
         layer_types(model.config)
         self.config = model.config
         self.rows = rows
         self.capacity = 0
-        self.model = pack_linear_layers(model)
+        self.model = pack_linear_layers(model, half_weights)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

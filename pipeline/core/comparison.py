@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
-from pipeline.core.decoding import DecodeConfig
+from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from pipeline.core.evaluation import (
     Agreement,
@@ -32,6 +32,7 @@ from pipeline.core.evaluation import (
     served_metrics,
     teacher_forced,
     time_candidates,
+    time_one,
 )
 from pipeline.core.linear import pack_linear_layers
 from pipeline.core.metrics import acceptance_by_position, aggregate, no_data
@@ -47,6 +48,7 @@ class DecodeSettings(Sampling):
     """How the draft is served: the sampling, and the tokens drafted per round."""
 
     draft_length: int | None = None  # k; null: chosen on dev
+    draft_half_weights: bool = False  # on a CPU, stream the draft's float32 weights in float16
 
 
 @dataclass
@@ -79,8 +81,13 @@ class Contestants:
     undistilled: PreTrainedModel
     distilled: PreTrainedModel
     head_token_ids: list[int]
+    half_weights: bool  # on a CPU, the drafts' float32 weights are streamed in float16
     vocabulary: range
     domain: str
+
+    def drafter(self, model: PreTrainedModel) -> ModelDrafter:
+        """One of the drafts as it is served."""
+        return ModelDrafter(model, self.head_token_ids, self.half_weights)
 
 
 @dataclass
@@ -104,8 +111,9 @@ def evaluate(
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
     lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
-    drafter = ModelDrafter(models.distilled, models.head_token_ids)
-    costs = cost_model.measure_costs(packed.target, drafter, lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    costs = cost_model.measure_costs(
+        packed.target, models.drafter(models.distilled), lengths, COST_CONTEXT_TOKENS, COST_REPEATS
+    )
     settings = DecodeConfig(
         draft_length=decode.draft_length or max(lengths),
         max_new_tokens=config.max_new_tokens,
@@ -148,11 +156,11 @@ def _agreements(
     models: Contestants, golden: list[Answer], config: EvaluateConfig, sampling: Sampling
 ) -> dict[str, list[Agreement]]:
     """Teacher-forced agreement of every candidate on all golden answers."""
-    common = (models.head_token_ids, models.vocabulary, sampling, config.tokens_per_forward)
+    common = (models.target, golden, models.vocabulary, sampling, config.tokens_per_forward)
     return {
         LOOKUP: lookup_agreement(golden, config.lookup_ngram),
-        UNDISTILLED: teacher_forced(models.undistilled, models.target, golden, *common),
-        DISTILLED: teacher_forced(models.distilled, models.target, golden, *common),
+        UNDISTILLED: teacher_forced(models.drafter(models.undistilled), *common),
+        DISTILLED: teacher_forced(models.drafter(models.distilled), *common),
     }
 
 
@@ -160,8 +168,8 @@ def _engine(models: Contestants, settings: DecodeConfig, config: EvaluateConfig,
     """Plain decoding and the candidates `names` over the same target."""
     drafters: dict[str, Drafter] = {
         LOOKUP: PromptLookupDrafter(config.lookup_ngram),
-        UNDISTILLED: ModelDrafter(models.undistilled, models.head_token_ids),
-        DISTILLED: ModelDrafter(models.distilled, models.head_token_ids),
+        UNDISTILLED: models.drafter(models.undistilled),
+        DISTILLED: models.drafter(models.distilled),
     }
     engine = Engine(models.target, settings)
     engine.add(PLAIN, None)
@@ -179,13 +187,11 @@ def _choose_draft_length(
     seed: int,
 ) -> int:
     """The k with the best predicted speedup: measured costs, acceptance by position of the longest k on dev prompts."""
-    decoder = _engine(models, settings, config, [DISTILLED]).decoders[DISTILLED]
+    decoder = Decoder(models.target, models.drafter(models.distilled), settings)
     prompts = _pick([answer for answer in dev if answer.domain == models.domain], config.dev_prompts)
-    for answer in tqdm(prompts, desc="choose draft length on dev", unit=" prompts"):
-        decoder.submit(answer.prompt_ids.tolist(), seed)
     rounds = []
-    while decoder.busy:
-        rounds += [block for event in decoder.step() if event.finished for block in event.finished.rounds]
+    for answer in tqdm(prompts, desc="choose draft length on dev", unit=" prompts"):
+        rounds += time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
     by_position = acceptance_by_position(
         [block.accepted for block in rounds], [block.drafted for block in rounds], settings.draft_length
     )

@@ -243,9 +243,7 @@ class Decoder:
         while self._waiting and len(rows) < room:
             lengths.add(len(self._waiting[0].tokens))
             count = len(rows) + 1
-            if rows and (
-                count * max(lengths) > most or (len(lengths) > 1 and count * len(lengths) > PREFILL_LOGITS)
-            ):
+            if rows and (count * max(lengths) > most or (len(lengths) > 1 and count * len(lengths) > PREFILL_LOGITS)):
                 break
             rows.append(self._waiting.popleft())
         return rows

@@ -57,12 +57,15 @@ class ModelDrafter:
     """A causal language model drafts token by token, from its own distribution over `head_token_ids`.
 
     The distribution is renormalised over those ids, so any choice of them keeps decoding lossless; the fewer they are,
-    the cheaper a draft step is.
+    the cheaper a draft step is. So is `half_weights`: on a CPU, float32 weights are streamed in float16.
     """
 
-    def __init__(self, model: PreTrainedModel, head_token_ids: Sequence[int] | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, head_token_ids: Sequence[int] | None = None, half_weights: bool = False
+    ) -> None:
         self.model = model
         self.head_token_ids = head_token_ids
+        self.half_weights = half_weights
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
         head_rows = head_size(self.model)
@@ -74,7 +77,8 @@ class ModelDrafter:
         self.sampling = sampling
         self.support = torch.tensor(allowed, device=self.model.device)
         whole = len(allowed) == head_rows
-        self.cached = CachedModel(self.model if whole else with_trimmed_head(self.model, self.support), rows)
+        head = self.model if whole else with_trimmed_head(self.model, self.support)
+        self.cached = CachedModel(head, rows, self.half_weights)
 
     def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
         self.cached.reserve(room)

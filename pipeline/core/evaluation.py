@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from pipeline.core.answers import Answer, is_looping
 from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
-from pipeline.core.drafters import Drafter, PromptLookupDrafter
+from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter, head_size
 from pipeline.core.metrics import acceptance_by_position, measure, no_data, ratio_measure
 from pipeline.core.sampling import Sampling, probabilities
 
@@ -170,58 +170,49 @@ class Agreement:
 
 
 def teacher_forced(
-    draft: PreTrainedModel,
+    drafter: ModelDrafter,
     target: PreTrainedModel | None,
     answers: list[Answer],
-    head_token_ids: list[int],
     vocabulary: range,
     sampling: Sampling,
     tokens_per_forward: int,
 ) -> list[Agreement]:
     """Token acceptance per answer: sum(min(p, q)) over positions, greedily the positions where both argmax agree.
 
-    Greedily the stored top of the target decides and `target` may be None; above temperature 0 the target scores the
-    same prefixes, since its stored probabilities are not those after temperature and filters.
+    `trimmed_head` is the draft as `drafter` runs it, `full_head` the model as it is stored. Greedily the stored top of
+    the target decides and `target` may be None; above temperature 0 the target scores the same prefixes, since its stored
+    probabilities are not those after temperature and filters.
     """
-    batches = AnswerBatches(answers, head_token_ids, tokens_per_forward, seed=0)
-    heads = {"trimmed_head": torch.tensor(head_token_ids, device=draft.device), "full_head": None}
+    drafter.open(1, sampling, vocabulary)
+    whole = torch.arange(min(len(vocabulary), head_size(drafter.model)), device=drafter.model.device)
+    heads = {"trimmed_head": (drafter.cached.model, drafter.support), "full_head": (drafter.model, whole)}
+    batches = AnswerBatches(answers, drafter.support.tolist(), tokens_per_forward, seed=0)
     found = []
     with torch.inference_mode():
         for index in range(len(batches)):
-            batch = {name: tensor.to(draft.device) for name, tensor in batches[index].items()}
-            overlap = {name: _overlap(draft, target, batch, head, vocabulary, sampling) for name, head in heads.items()}
+            batch = {name: tensor.to(drafter.model.device) for name, tensor in batches[index].items()}
+            p = None
+            if not sampling.greedy:
+                p = probabilities(answer_logits(target, batch, None)[:, : len(vocabulary)], sampling)
+            overlap = {name: _overlap(model, p, batch, support, sampling) for name, (model, support) in heads.items()}
             start = 0
             for answer in batches.groups[index]:
                 stop = start + len(answer.answer_ids)
                 sums = {name: values[start:stop].sum().item() for name, values in overlap.items()}
-                found.append(
-                    Agreement(
-                        answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids),
-                        stop - start, **sums,
-                    )
-                )  # fmt: skip
+                looping = is_looping(answer.answer_ids)
+                found.append(Agreement(answer.prompt_id, answer.domain, answer.cluster, looping, stop - start, **sums))
                 start = stop
     return found
 
 
 def _overlap(
-    draft: PreTrainedModel,
-    target: PreTrainedModel | None,
-    batch: dict[str, Tensor],
-    head: Tensor | None,
-    vocabulary: range,
-    sampling: Sampling,
+    draft: PreTrainedModel, p: Tensor | None, batch: dict[str, Tensor], support: Tensor, sampling: Sampling
 ) -> Tensor:
-    """sum(min(p, q)) at each answer position, [n]."""
-    logits = answer_logits(draft, batch, head)
-    if head is None:
-        logits = logits[:, : len(vocabulary)]
-        head = torch.arange(logits.shape[-1], device=logits.device)
-    if sampling.greedy:
-        return (head[logits.argmax(dim=-1)] == batch["target"]).double()
-    p = probabilities(answer_logits(target, batch, None)[:, : len(vocabulary)], sampling)
-    q = probabilities(logits, sampling)
-    return torch.minimum(p[:, head], q).sum(dim=-1).double()
+    """sum(min(p, q)) at each answer position, [n]; `support` names the token of each of the draft's first logits."""
+    logits = answer_logits(draft, batch, None)[:, : len(support)]
+    if p is None:
+        return (support[logits.argmax(dim=-1)] == batch["target"]).double()
+    return torch.minimum(p[:, support], probabilities(logits, sampling)).sum(dim=-1).double()
 
 
 def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:

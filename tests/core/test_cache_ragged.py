@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from pipeline.core.cache import CachedModel
 from pipeline.core.decoding import DecodeConfig, decode
-from pipeline.core.linear import PackedLinear, can_pack, pack_linear_layers
+from pipeline.core.drafters import ModelDrafter
+from pipeline.core.linear import HAS_FBGEMM, HalfWeightLinear, PackedLinear, can_pack, pack_linear_layers
 
 SHAPE = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -61,3 +62,26 @@ def test_packed_layers_compute_the_same_and_leave_the_model_alone():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     if can_pack(model.lm_head):
         assert isinstance(view.lm_head, PackedLinear) and not isinstance(model.lm_head, PackedLinear)
+
+
+def test_half_weights_move_logits_little_and_rows_do_not_depend_on_each_other():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval()
+    view = pack_linear_layers(model, half_weights=True)
+    if not isinstance(view.lm_head, HalfWeightLinear):
+        assert not HAS_FBGEMM or not can_pack(model.lm_head)
+        return
+    ids = torch.randint(0, 100, (3, 9))
+    with torch.inference_mode():
+        exact, half = model(ids).logits, view(ids).logits
+        assert 0 < (half - exact).abs().max() < 0.02 * exact.abs().max()
+        assert torch.allclose(view(ids[1:2]).logits, half[1:2], atol=1e-6)
+
+
+def test_half_weight_drafts_stay_lossless():
+    torch.manual_seed(0)
+    target = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval()
+    drafter = ModelDrafter(noisy_copy(target, 0.01), half_weights=True)
+    result = decode(target, drafter, [[1, 2, 3]], DecodeConfig(draft_length=3, max_new_tokens=30))
+    assert result.sequences[0].token_ids == uncached_greedy(target, [1, 2, 3], 30)
+    assert 0 < result.stats.accepted < result.stats.drafted

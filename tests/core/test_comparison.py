@@ -12,6 +12,7 @@ from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 
 from pipeline.core.answers import Answer
 from pipeline.core.comparison import Contestants, DecodeSettings, EvaluateConfig, _warnings, evaluate, summarise
+from pipeline.core.drafters import ModelDrafter
 from pipeline.core.evaluation import near_tie_gap, teacher_forced
 from pipeline.core.sampling import Sampling
 
@@ -47,7 +48,7 @@ def pair():
 
 
 def contestants(target, draft) -> Contestants:
-    return Contestants(target, tiny_llama(seed=5), draft, list(range(0, 100)), range(100), "legal")
+    return Contestants(target, tiny_llama(seed=5), draft, list(range(0, 100)), False, range(100), "legal")
 
 
 def test_greedy_evaluation_measures_every_candidate(pair):
@@ -96,8 +97,8 @@ def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):
     target, draft = pair
     rows = answers(target, 4, "legal")
     head = list(range(0, 100, 2))
-    greedy = teacher_forced(draft, None, rows, head, range(100), Sampling(), 64)
-    sampled = teacher_forced(draft, target, rows, head, range(100), Sampling(temperature=0.7), 64)
+    greedy = teacher_forced(ModelDrafter(draft, head), None, rows, range(100), Sampling(), 64)
+    sampled = teacher_forced(ModelDrafter(draft, head), target, rows, range(100), Sampling(temperature=0.7), 64)
     by_id = {row.prompt_id: row for row in rows}
     for found, soft in zip(greedy, sampled, strict=True):
         row = by_id[found.prompt_id]
