@@ -51,14 +51,12 @@ class HalfWeightLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = torch.fbgemm_pack_gemm_matrix_fp16(linear.weight.detach().contiguous())
-        self.bias = torch.zeros(self.out_features) if linear.bias is None else linear.bias.detach()
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach().contiguous(), bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        rows = inputs.reshape(-1, self.in_features)
-        output = torch.fbgemm_linear_fp16_weight_fp32_activation(rows, self.packed, self.bias)
-        return output.reshape(*inputs.shape[:-1], self.out_features)
+        return torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
 
 
 def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Module:
