@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import hydra
 
-from pipeline.adapters.answer_files import read_answers, read_facts
+from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, save_draft
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
-from pipeline.core.artifacts import atomic_path, fingerprint
+from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
@@ -42,7 +42,8 @@ def run(config: Config) -> None:
     dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
     head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
     settings = (vars(config.distill), vars(config.draft), config.seed)
-    checkpoints = cache_path("distill", fingerprint(facts, [a.prompt_id for a in train], *settings))
+    files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
+    checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
     draft = initial_draft(config.draft, target, root)
     target.unload()
     history = distill(draft, train, dev, head, config.distill, config.seed, checkpoints)

@@ -40,6 +40,13 @@ class GenerateConfig:
     batch_size: int  # rows decoded together
     shard_rows: int  # answers per Parquet shard
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.sampled_share <= 1:
+            raise ValueError(f"generate.sampled_share must be in [0, 1], got {self.sampled_share}")
+        for name in ("max_new_tokens", "top_logprobs", "batch_size", "shard_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"generate.{name} must be >= 1, got {getattr(self, name)}")
+
 
 @dataclass
 class Config:
@@ -119,7 +126,8 @@ def _is_sampled(prompt: EncodedPrompt, config: Config) -> bool:
 
 
 def _save_progress(cache: Path, answers: list[Answer], facts: dict) -> None:
-    write_answers(cache / f"{len(list(cache.glob('*.parquet'))):05d}.parquet", answers, facts)
+    numbers = [int(path.stem) for path in cache.glob("*.parquet")]
+    write_answers(cache / f"{max(numbers, default=-1) + 1:05d}.parquet", answers, facts)
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

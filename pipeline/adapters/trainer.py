@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 from pathlib import Path
 
 import torch
@@ -25,6 +26,8 @@ from pipeline.core.errors import PipelineError
 from pipeline.core.losses import forward_kl_top
 from pipeline.core.models import default_device, quiet_transformers, resolve_dtype
 from pipeline.core.training import DistillConfig
+
+COMPLETE = "complete"  # an empty file that is put into a checkpoint last
 
 
 class DistillationTrainer(Trainer):
@@ -77,8 +80,19 @@ class _Progress(TrainerCallback):
             {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
         )
 
+    def on_save(self, args, state, control, **kwargs):
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
+
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
+
+
+def newest_whole_checkpoint(checkpoints: Path) -> str | None:
+    """The newest checkpoint that was written to its end; those that were not are removed."""
+    for folder in checkpoints.glob("checkpoint-*"):
+        if not (folder / COMPLETE).exists():
+            shutil.rmtree(folder)
+    return get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
 
 
 def distill(
@@ -116,7 +130,7 @@ def distill(
             callbacks=[_Progress(tokens_per_step)],
         )
         trainer.remove_callback(PrinterCallback)
-        checkpoint = get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+        checkpoint = newest_whole_checkpoint(checkpoints)
         trainer.train(resume_from_checkpoint=checkpoint)
     draft.requires_grad_(True).eval()
     return _history(trainer.state.log_history, tokens_per_step)

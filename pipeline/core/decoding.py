@@ -9,12 +9,14 @@ prompt takes the freed one.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import resource
 import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.core.cache import CachedModel
 from pipeline.core.drafters import Drafter, ModelDrafter, head_size, pad_right
-from pipeline.core.sampling import Proposal, Sampling, row_seed, verify
+from pipeline.core.sampling import Proposal, Sampling, row_seed, verify, wrap_seed
 
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
@@ -170,6 +172,15 @@ class Decoder:
         allowed = range(vocabulary) if config.allowed_token_ids is None else config.allowed_token_ids
         if not len(allowed) or min(allowed) < 0 or max(allowed) >= vocabulary:
             raise ValueError(f"allowed_token_ids must be ids below {vocabulary}, the target's number of logits")
+        allowed = allowed if isinstance(allowed, range) and allowed.step == 1 else sorted(set(allowed))
+        if slots < 1:
+            raise ValueError(f"slots must be >= 1, got {slots}")
+        for alternatives in (config.return_logprobs, config.prompt_logprobs):
+            if alternatives is not None and not 0 <= alternatives <= len(allowed):
+                raise ValueError(
+                    f"log-probabilities of {alternatives} alternatives asked for, {len(allowed)} ids are allowed"
+                )
+        self._embedded = target.get_input_embeddings().weight.shape[0]
         self._allowed = _AllowedTokens(allowed, vocabulary, self.target.device)
         if self.drafter is not None:
             self.drafter.open(slots, self.sampling, allowed)
@@ -182,6 +193,8 @@ class Decoder:
         """Queue a prompt; returns its request number. `seed` None draws one."""
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
+        if min(prompt_ids) < 0 or max(prompt_ids) >= self._embedded:
+            raise ValueError(f"prompt ids must lie between 0 and {self._embedded - 1}, the target's embedding")
         needed = len(prompt_ids) + self.config.max_new_tokens
         for name, model in (("target", self.target), ("draft", self.drafter)):
             limit = model and model.max_positions
@@ -190,7 +203,7 @@ class Decoder:
                     f"a prompt of {len(prompt_ids)} tokens and {self.config.max_new_tokens} new ones exceed the {name}'s"
                     f" {limit} positions"
                 )
-        seed = secrets.randbits(63) if seed is None else seed
+        seed = secrets.randbits(63) if seed is None else wrap_seed(seed)
         self._waiting.append(_Row(self._requests, list(prompt_ids), len(prompt_ids), seed))
         self._requests += 1
         return self._requests - 1
@@ -401,11 +414,15 @@ def decode(
     `seed`: an int gives row i its own seed derived from (seed, i); a list gives each row's; None draws them. A row's
     tokens depend on its prompt and its seed, not on the other rows. `result.sequences` is in the order of the prompts.
     """
-    decoder = Decoder(target, drafter, config, tokenizer, slots or max(1, len(prompt_ids)))
-    if isinstance(seed, list) and len(seed) != len(prompt_ids):
-        raise ValueError(f"{len(seed)} seeds for {len(prompt_ids)} prompts")
-    for row, prompt in enumerate(prompt_ids):
-        decoder.submit(prompt, row_seed(seed, row) if isinstance(seed, int) else seed and seed[row])
+    decoder = Decoder(target, drafter, config, tokenizer, max(1, len(prompt_ids)) if slots is None else slots)
+    if isinstance(seed, SupportsIndex):
+        seeds = [row_seed(operator.index(seed), row) for row in range(len(prompt_ids))]
+    else:
+        seeds = [None] * len(prompt_ids) if seed is None else list(seed)
+    if len(seeds) != len(prompt_ids):
+        raise ValueError(f"{len(seeds)} seeds for {len(prompt_ids)} prompts")
+    for prompt, row_seeded in zip(prompt_ids, seeds, strict=True):
+        decoder.submit(prompt, row_seeded)
     sequences: dict[int, GeneratedSequence] = {}
     while decoder.busy:
         sequences.update({event.request: event.finished for event in decoder.step() if event.finished})

@@ -69,7 +69,7 @@ class ModelDrafter:
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
         head_rows = head_size(self.model)
-        allowed = [token for token in vocabulary if token < head_rows]
+        allowed = sorted({token for token in vocabulary if token < head_rows})
         if self.head_token_ids is not None:
             allowed = sorted(set(allowed).intersection(self.head_token_ids))
         if not allowed:

@@ -29,8 +29,8 @@ class Sampling:
     min_p: float = 0.0  # 0: off; relative to the most probable token
 
     def __post_init__(self) -> None:
-        if not self.temperature >= 0:
-            raise ValueError(f"temperature must be >= 0, got {self.temperature}")
+        if not (self.temperature == 0 or 1e-3 <= self.temperature <= 1e3):
+            raise ValueError(f"temperature must be 0 (greedy) or between 0.001 and 1000, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 is off), got {self.top_k}")
         if not 0 < self.top_p <= 1:
@@ -81,10 +81,14 @@ def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
     return _shift_right(state, 11).double() * 2.0**-53
 
 
+def wrap_seed(seed: int) -> int:
+    """Any integer as a signed 64-bit one."""
+    return (int(seed) + 2**63) % 2**64 - 2**63
+
+
 def row_seed(seed: int, row: int) -> int:
     """The seed of row `row` in a call seeded with `seed`, a signed 64-bit integer."""
-    wrapped = (seed + 2**63) % 2**64 - 2**63
-    return int(_mix(_mix(torch.tensor([wrapped])) + torch.tensor([row]) * _MIX_A)[0])
+    return int(_mix(_mix(torch.tensor([wrap_seed(seed)])) + torch.tensor([row]) * _MIX_A)[0])
 
 
 def draw(distribution: Tensor, uniform: Tensor) -> Tensor:

@@ -21,3 +21,12 @@ class DistillConfig:
     head_tokens: int  # size of the draft's trimmed head
     train_on_prompts: bool  # the prompts' tokens count like the answers'
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
+
+    def __post_init__(self) -> None:
+        if not self.epochs > 0 or not self.learning_rate > 0:
+            raise ValueError(
+                f"distill.epochs and distill.learning_rate must be > 0, got {self.epochs}, {self.learning_rate}"
+            )
+        for name in ("tokens_per_step", "tokens_per_forward", "evaluations", "head_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"distill.{name} must be >= 1, got {getattr(self, name)}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import tiny_llama
 
-from pipeline.adapters.trainer import distill, write_history
+from pipeline.adapters.trainer import COMPLETE, distill, newest_whole_checkpoint, write_history
 from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches, answer_logits, greedy_agreement
 from pipeline.core.errors import PipelineError
@@ -148,6 +148,18 @@ def test_frozen_embeddings_stay_and_the_rest_is_trained(target, answers, tmp_pat
     distill(draft, answers, answers[:2], HEAD, config(epochs=1, freeze_embeddings=True), 0, tmp_path / "c")
     assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
     assert not torch.equal(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
+
+
+def test_a_half_written_checkpoint_is_passed_over(tmp_path):
+    """P06: a killed save leaves a folder without its last file."""
+    for step, whole in ((8, True), (16, False)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        if whole:
+            (folder / COMPLETE).touch()
+    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+    assert newest_whole_checkpoint(tmp_path / "absent") is None
 
 
 def test_a_diverging_run_stops_with_the_remedy(target, answers, tmp_path):

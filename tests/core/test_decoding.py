@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import next_logits, noisy_copy, tiny_llama, uncached_greedy
@@ -305,7 +306,16 @@ def test_trimmed_head_drafts_only_its_tokens_and_stays_lossless():
 
 
 @pytest.mark.parametrize(
-    "options", [{"draft_length": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"stop": ("",)}]
+    "options",
+    [
+        {"draft_length": 0},
+        {"max_new_tokens": 0},
+        {"temperature": -1.0},
+        {"temperature": 1e-39},
+        {"temperature": float("inf")},
+        {"top_p": 0.0},
+        {"stop": ("",)},
+    ],
 )
 def test_settings_out_of_range_are_refused(options):
     with pytest.raises(ValueError):
@@ -317,3 +327,37 @@ def test_prompts_beyond_the_context_are_refused_before_anything_runs():
         decode(tiny_llama(), None, [[5] * 500], greedy(1, 20))
     with pytest.raises(ValueError, match="at least one token"):
         decode(tiny_llama(), None, [[]], greedy(1, 2))
+
+
+@pytest.mark.parametrize("allowed", [[7, 2, 5, 0, 9], [0, 3, 3, 3, 5, 7, 9, 9], list(range(11, -1, -1))])
+def test_allowed_ids_in_any_order_stay_lossless_when_sampled(allowed):
+    """The draft's support is sorted and distinct whatever the caller's order: the sampled distribution is the target's."""
+    target = tiny_llama(std=0.2, vocabulary=12)
+    options = {"max_new_tokens": 2, "temperature": 1.0, "allowed_token_ids": allowed}
+    config = DecodeConfig(draft_length=2, **options)
+    counts = []
+    for drafter in (None, noisy_copy(target, 0.5)):
+        rows = decode(target, drafter, [[3, 5]] * 3000, config, seed=2, slots=3000).sequences
+        counts.append(torch.bincount(torch.tensor([row.token_ids[1] for row in rows]), minlength=12) / 3000)
+    assert (counts[0] - counts[1]).abs().sum() / 2 < 0.05
+
+
+def test_illegal_requests_are_refused_when_they_are_made():
+    target = tiny_llama()
+    decoder = Decoder(target, None, greedy(1, 2))
+    with pytest.raises(ValueError, match="prompt ids"):
+        decoder.submit([1, 9999])
+    with pytest.raises(ValueError, match="slots"):
+        Decoder(target, None, greedy(1, 2), slots=0)
+    with pytest.raises(ValueError, match="alternatives"):
+        Decoder(target, None, greedy(1, 2, return_logprobs=5, allowed_token_ids=[1, 2]))
+    with pytest.raises(ValueError, match="seeds"):
+        decode(target, None, [[1], [2]], greedy(1, 2), seed=(1,))
+
+
+def test_seeds_of_any_integer_kind_and_size():
+    target = tiny_llama(std=0.1)
+    rows = decode(target, None, [[5]] * 4, sampled(1, 8), seed=np.int64(0)).sequences
+    assert len({tuple(row.token_ids) for row in rows}) == 4
+    decode(target, None, [[5]], sampled(1, 2), seed=[2**63])
+    decode(target, None, [[5]], sampled(1, 2), seed=-(2**70))
