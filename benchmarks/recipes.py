@@ -109,6 +109,7 @@ def main() -> None:
         "variants": rows,
     }
     path = Path(__file__).parent / "results" / "recipes.json"
+    path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
