@@ -8,7 +8,7 @@ the next pass simply writes at smaller positions, and what lies beyond is never 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ class Placement:
     last_row: int
     positions: Tensor
     visible: int
+    _slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+
+    def slots(self, heads: int, capacity: int) -> Tensor:
+        """Where the queries' vectors go when [rows, heads, capacity] is one line, int64 [rows * heads * queries].
+
+        The layers of a pass share it.
+        """
+        if (heads, capacity) not in self._slots:
+            lines = torch.arange(self.positions.shape[0] * heads, device=self.positions.device).view(-1, heads, 1)
+            self._slots[heads, capacity] = (lines * capacity + self.positions[:, None]).flatten()
+        return self._slots[heads, capacity]
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -57,9 +68,9 @@ class RaggedLayer(CacheLayerMixin):
         place = self.placement
         keys = self.keys[place.first_row : place.last_row]
         values = self.values[place.first_row : place.last_row]
-        slots = place.positions[:, None, :, None]
-        keys.scatter_(2, slots.expand_as(key_states), key_states)
-        values.scatter_(2, slots.expand_as(value_states), value_states)
+        slots = place.slots(keys.shape[1], self.capacity)
+        keys.flatten(0, 2).index_copy_(0, slots, key_states.flatten(0, 2))
+        values.flatten(0, 2).index_copy_(0, slots, value_states.flatten(0, 2))
         return keys[:, :, : place.visible], values[:, :, : place.visible]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -176,8 +187,11 @@ class CachedModel:
         """Run rows [first_row, first_row + rows) over `token_ids` [rows, queries] at `positions` [rows, queries].
 
         `longest` is one more than the largest position, known to the host. Returns logits [rows, kept, vocab];
-        `logits_to_keep` as in transformers (0 keeps all queries).
+        `logits_to_keep` as in transformers (0 keeps all queries). A block may reach beyond the model's last position with
+        tokens that no row has room for; they share that position, which no token that counts ever sees.
         """
+        if self.max_positions:
+            positions = positions.clamp(max=self.max_positions - 1)
         visible = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.capacity)
         place = Placement(first_row, first_row + token_ids.shape[0], positions, visible)
         for layer in self._layers:

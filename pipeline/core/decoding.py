@@ -29,6 +29,7 @@ from pipeline.core.sampling import Proposal, Sampling, row_seed, verify, wrap_se
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
 PREFILL_SCORED = 1024  # tokens of one prefill pass whose log-probabilities are asked for
+HALF_CHARACTER = "\ufffd"  # what tokenizers decode the first bytes of an unfinished character to
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
 
@@ -73,7 +74,8 @@ class Round:
 
 @dataclass
 class Logprobs:
-    """Log-softmax of the target's raw logits at temperature 1 over the allowed ids, for each token.
+    """Log-softmax of the target's raw logits at temperature 1 over the allowed ids, for each token; minus infinity for a
+    prompt's token that is not allowed.
 
     token [n]; top_ids and top [n][alternatives], most probable first.
     """
@@ -317,14 +319,19 @@ class Decoder:
 
     def _finish_reason(self, row: _Row, token: int) -> str | None:
         if self.config.stop:
-            text = self.tokenizer.decode(row.generated, skip_special_tokens=False)
+            text = self.tokenizer.decode(row.generated, skip_special_tokens=False).rstrip(HALF_CHARACTER)
             starts = [text.index(stop) for stop in self.config.stop if stop in text]
             if starts:
-                row.text = text[: min(starts)]
+                row.text = self._without_special_tokens(text[: min(starts)])
                 return "stop"
         if token in self.config.eos_token_ids:
             return "eos"
         return "length" if len(row.tokens) - row.prompt_length >= self.config.max_new_tokens else None
+
+    def _without_special_tokens(self, text: str) -> str:
+        for special in self.tokenizer.all_special_tokens:
+            text = text.replace(special, "")
+        return text
 
     def _record_logprobs(self, records: list[tuple[Logprobs, list[int]]], logits: Tensor, alternatives: int) -> None:
         """Append to each record what [rows, queries, vocab] logits give its tokens, the first from the first query on."""
@@ -332,7 +339,8 @@ class Decoder:
         scores = logits[:, :width].float().log_softmax(dim=-1)
         padded = [tokens + [0] * (width - len(tokens)) for _, tokens in records]
         index = torch.tensor(padded, dtype=torch.long, device=logits.device).reshape(len(records), width, 1)
-        own = scores.gather(-1, index)[..., 0].tolist()
+        last = scores.shape[-1] - 1
+        own = scores.gather(-1, index.clamp(max=last))[..., 0].masked_fill(index[..., 0] > last, -torch.inf).tolist()
         top, top_ids = (tensor.tolist() for tensor in scores.topk(alternatives, dim=-1))
         for row, (record, tokens) in enumerate(records):
             record.token.extend(own[row][: len(tokens)])

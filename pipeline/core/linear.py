@@ -1,7 +1,7 @@
 """Linear layers whose weights oneDNN has laid out for small batches, for decoding on a CPU.
 
 A decoding step multiplies a few rows by every weight of the model, so it is bound by how fast the weights stream from
-memory. The stock float32 matrix product reads them in an order that suits large batches; the prepacked layout reads them
+memory. The stock matrix product reads them in an order that suits large batches; the prepacked layout reads them
 once, in cache-line blocks.
 """
 
@@ -17,7 +17,7 @@ PACKED_FOR_ROWS = 4  # the number of rows oneDNN chooses the layout for; one lay
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b in float32 with W prepacked; inference only."""
+    """y = x W^T + b with W prepacked; inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -33,12 +33,10 @@ class PackedLinear(nn.Module):
 
 def can_pack(linear: nn.Linear) -> bool:
     weight = linear.weight
-    return (
-        type(linear) is nn.Linear
-        and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-    )
+    if type(linear) is not nn.Linear or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)
 
 
 class HalfWeightLinear(nn.Module):
@@ -68,7 +66,8 @@ def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Modul
     if isinstance(model, nn.Linear):
         if not can_pack(model):
             return model
-        return HalfWeightLinear(model) if half_weights and HAS_FBGEMM else PackedLinear(model)
+        narrowed = half_weights and HAS_FBGEMM and model.weight.dtype == torch.float32
+        return HalfWeightLinear(model) if narrowed else PackedLinear(model)
     view = copy.copy(model)
     view._modules = {
         name: module and pack_linear_layers(module, half_weights) for name, module in model._modules.items()
