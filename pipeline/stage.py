@@ -10,6 +10,7 @@ import platform
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -80,11 +81,24 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = time.time()
     try:
+        _check_writable(output_path("data"))
         run(typed_config(cfg, schema))
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
     write_provenance(Path(run.__code__.co_filename).stem, started)
+
+
+def _check_writable(folder: Path) -> None:
+    """Fail before the work, not after it, where its results cannot be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise PipelineError(
+            f"{folder} cannot be written ({error.strerror}).", "make it a folder with write permission and free space."
+        ) from None
 
 
 def write_provenance(stage: str, started: float) -> None:

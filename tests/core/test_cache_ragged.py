@@ -64,6 +64,16 @@ def test_packed_layers_compute_the_same_and_leave_the_model_alone():
         assert isinstance(view.lm_head, PackedLinear) and not isinstance(model.lm_head, PackedLinear)
 
 
+def test_bfloat16_layers_are_packed_where_the_processor_computes_in_it():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval().to(torch.bfloat16)
+    view = pack_linear_layers(model, half_weights=True)
+    assert isinstance(view.lm_head, PackedLinear) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    ids = torch.randint(0, 100, (2, 9))
+    with torch.inference_mode():
+        assert torch.allclose(view(ids).logits, model(ids).logits, atol=0.02 * model(ids).logits.abs().max())
+
+
 def test_half_weights_move_logits_little_and_rows_do_not_depend_on_each_other():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval()

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import next_logits, noisy_copy, tiny_llama, uncached_greedy
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from pipeline.core.decoding import DecodeConfig, Decoder, decode
 from pipeline.core.drafters import ModelDrafter, PromptLookupDrafter
@@ -203,6 +204,33 @@ def test_stop_string_spanning_tokens_inside_a_block():
         )
 
 
+class Spelling:
+    """A tokenizer that spells each id with its own piece."""
+
+    all_special_tokens = ["<|end|>", "<|turn|>"]
+
+    def __init__(self, pieces: dict[int, str]) -> None:
+        self.pieces = pieces
+
+    def decode(self, token_ids, skip_special_tokens):
+        pieces = [self.pieces[token] for token in token_ids]
+        return "".join(p for p in pieces if not (skip_special_tokens and p in self.all_special_tokens))
+
+
+@pytest.mark.parametrize(
+    ("stop", "reason", "text"),
+    [("<|turn|>", "stop", "ab"), ("b", "stop", "a"), ("\ufffd", "length", "ab\ufffd")],
+)
+def test_special_tokens_stop_a_row_but_are_no_text_and_half_a_character_matches_nothing(stop, reason, text):
+    target = tiny_llama()
+    answer = uncached_greedy(target, [5], 5)
+    pieces = dict(zip(answer, ["a", "<|end|>", "b", "<|turn|>", "\ufffd"], strict=True))
+    assert len(pieces) == 5
+    for drafter in (None, copy.deepcopy(target)):
+        result = decode(target, drafter, [[5]], greedy(3, 5, stop=(stop,)), tokenizer=Spelling(pieces))
+        assert (result.sequences[0].finish_reason, result.sequences[0].text) == (reason, text)
+
+
 def test_stop_strings_need_the_tokenizer():
     with pytest.raises(ValueError, match="tokenizer"):
         decode(tiny_llama(), None, [[5]], greedy(1, 4, stop=("x",)))
@@ -271,6 +299,26 @@ def test_prompt_logprobs_are_the_targets_and_change_nothing():
             expected = next_logits(target, prompt[:index]).log_softmax(-1)
             assert sequence.prompt_logprobs.token[index - 1] == pytest.approx(expected[prompt[index]].item(), abs=1e-5)
             assert sequence.prompt_logprobs.top_ids[index - 1] == expected.topk(4).indices.tolist()
+
+
+@pytest.mark.parametrize("allowed", [range(50), range(0, 100, 2)])
+def test_a_prompt_may_hold_tokens_that_are_not_allowed(allowed):
+    target = tiny_llama()
+    config = greedy(1, 4, prompt_logprobs=3, allowed_token_ids=allowed)
+    scored = decode(target, None, [[4, 77, 8]], config).sequences[0].prompt_logprobs.token
+    expected = next_logits(target, [4, 77])[list(allowed)].log_softmax(-1)[list(allowed).index(8)].item()
+    assert scored == [-math.inf, pytest.approx(expected, abs=1e-5)]
+
+
+def test_the_last_block_may_reach_past_the_last_position():
+    """Learned positions end at the model's limit, where the draft still proposes full blocks."""
+    torch.manual_seed(0)
+    shape = {"vocab_size": 64, "n_positions": 24, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.4}
+    target = GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=None, eos_token_id=None)).eval()
+    prompts = [[5, 6, 7, 8], [9]]
+    expected = [uncached_greedy(target, prompt, 20) for prompt in prompts]
+    for draft in (None, noisy_copy(target, 0.05), copy.deepcopy(target)):
+        assert tokens_of(decode(target, draft, prompts, greedy(8, 20))) == expected
 
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(112, 104), (104, 112)])
