@@ -27,7 +27,8 @@ params: $(INSTALLED)
 
 repro: params
 	@echo "==> Running the pipeline: stages whose inputs did not change are skipped"
-	@$(RUN) dvc repro; status=$$?; $(RUN) python -m pipeline.summary && exit $$status
+	@$(RUN) dvc repro
+	@$(RUN) python -m pipeline.summary
 
 test: $(INSTALLED)
 	@echo "==> Running the tests"

@@ -32,7 +32,7 @@ from pipeline.adapters.targets import Target
 from pipeline.core import footprint
 from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
-from pipeline.core.comparison import EvaluateConfig, machine
+from pipeline.core.comparison import DecodeSettings, EvaluateConfig, machine
 from pipeline.core.errors import PipelineError
 from pipeline.core.models import (
     ModelConfig,
@@ -46,9 +46,10 @@ from pipeline.core.models import (
 from pipeline.core.pruning import keep_layers
 from pipeline.core.templates import encode_prompts
 from pipeline.core.training import DistillConfig
+from pipeline.gate import GateConfig
 from pipeline.generate import GenerateConfig
 from pipeline.prepare import DomainConfig
-from pipeline.register import RegistryConfig
+from pipeline.register import RegistryConfig, check_receipt
 from pipeline.stage import execute, input_path
 
 GIB = 1 << 30
@@ -63,7 +64,9 @@ class Config:
     domain: DomainConfig
     generate: GenerateConfig
     distill: DistillConfig
+    decode: DecodeSettings  # this and the gate are only checked for their types and ranges
     evaluate: EvaluateConfig
+    gate: GateConfig
     registry: RegistryConfig
 
 
@@ -362,10 +365,11 @@ def _source(source: SourceConfig, root: Path) -> Passed:
 
 
 def _registry(config: RegistryConfig, root: Path) -> Passed:
-    from pipeline.adapters.mlflow_registry import check_store, resolve_tracking_uri
+    from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
 
     uri = resolve_tracking_uri(config.tracking_uri, root)
     check_store(uri, config.timeout_seconds)
+    check_receipt(MlflowStore(uri))
     return Passed(None, f"the MLflow store answers ({urlparse(uri).hostname or uri})")
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import hydra
 
 from pipeline.adapters.answer_files import read_answers, read_facts
-from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft
+from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, read_draft_facts
 from pipeline.adapters.request_files import write_requests
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.core.artifacts import atomic_path, write_json
 from pipeline.core.comparison import Contestants, DecodeSettings, EvaluateConfig, evaluate, summarise
-from pipeline.core.models import ModelConfig
+from pipeline.core.models import ModelConfig, cast_parameters
 from pipeline.stage import execute, input_path, output_path, write_effective_config
 
 
@@ -39,14 +39,16 @@ def run(config: Config) -> None:
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
     distilled, head = load_draft(input_path("data/draft"), target)
-    undistilled = initial_draft(config.draft, target, root).to(distilled.dtype)
+    undistilled = cast_parameters(initial_draft(config.draft, target, root), distilled.dtype)
     vocabulary = range(target.vocabulary_size)
     half_weights = config.decode.draft_half_weights
     models = Contestants(target.model, undistilled, distilled, head, half_weights, vocabulary, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
     identity = {"name": config.target.name, "id": config.target.id}
-    metrics = {"target": identity, "compatibility_key": target.compatibility_key, **outcome.metrics}
+    draft = read_draft_facts(input_path("data/draft"))["fingerprint"]
+    key = target.compatibility_key
+    metrics = {"target": identity, "compatibility_key": key, "draft_fingerprint": draft, **outcome.metrics}
     with atomic_path(output_path("data/eval")) as folder:
         folder.mkdir()
         write_json(folder / "metrics.json", "domain-draft/metrics", 1, metrics)

@@ -22,6 +22,7 @@ from pipeline.stage import execute, input_path, output_path
 @dataclass
 class GateConfig:
     name: str  # recorded in the verdict, so that a verdict of a smoke gate is not taken for a real one
+    model_name: str  # what a passed draft is registered as, recorded likewise
     enforce: bool  # true: the last stage exits 1 when the gate fails
     checks: List[Check]  # at least one
 
@@ -38,7 +39,7 @@ def run(config: Config) -> None:
     """
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
     verdict = judge(metrics, config.gate.checks)
-    facts = {"gate": config.gate.name, **verdict, "config": asdict(config)}
+    facts = {"gate": config.gate.name, "model_name": config.gate.model_name, **verdict, "config": asdict(config)}
     write_json(output_path("data/gate/verdict.json"), "domain-draft/verdict", 1, facts)
     print(f"gate {config.gate.name!r}")
     for line in verdict_lines(verdict):

@@ -9,6 +9,7 @@ Does:   answers a share of the train prompts by sampling, all others greedily. F
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files, read_json
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_seed
-from pipeline.core.models import ModelConfig
+from pipeline.core.models import ModelConfig, default_device, resolve_dtype
 from pipeline.core.sampling import Sampling
 from pipeline.core.templates import encode_prompts
 from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
@@ -43,6 +44,8 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         if not 0 <= self.sampled_share <= 1:
             raise ValueError(f"generate.sampled_share must be in [0, 1], got {self.sampled_share}")
+        if self.sampled_share and self.sampling.greedy:
+            raise ValueError("generate.sampling.temperature must be > 0 where generate.sampled_share is")
         for name in ("max_new_tokens", "top_logprobs", "batch_size", "shard_rows"):
             if getattr(self, name) < 1:
                 raise ValueError(f"generate.{name} must be >= 1, got {getattr(self, name)}")
@@ -67,6 +70,7 @@ def run(config: Config) -> None:
         "max_new_tokens": config.generate.max_new_tokens,
     }
     settings = {**vars(config.generate), "sampling": vars(config.generate.sampling), "seed": config.seed}
+    settings["dtype"] = str(resolve_dtype(config.target.dtype, default_device()))
     cache = cache_path("generate", fingerprint(facts, settings))
     answers = _answer_all(target, prompts, config, cache, facts)
     with atomic_path(output_path("data/answers")) as folder:
@@ -76,6 +80,7 @@ def run(config: Config) -> None:
                 shard = rows[start : start + config.generate.shard_rows]
                 write_answers(folder / split / f"{number:05d}.parquet", shard, facts)
         write_effective_config(folder, config)
+    shutil.rmtree(cache, ignore_errors=True)
 
 
 def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:

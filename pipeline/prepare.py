@@ -39,6 +39,12 @@ class DomainConfig(PromptConfig):
                 f"domain.sources offers {sorted(offered)}, domain.prompts asks for {sorted(wanted)}.",
                 "name the same domains in both.",
             )
+        missing = [split for split in SPLITS if not getattr(self.prompts, split).get(self.name)]
+        if missing:
+            raise PipelineError(
+                f"domain.prompts asks for no {', '.join(missing)} prompts of the target domain {self.name!r}.",
+                f"name the target domain in domain.name, or give it prompts in domain.prompts.{missing[0]}.",
+            )
 
 
 @dataclass

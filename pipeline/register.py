@@ -20,7 +20,7 @@ import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import stage
-from pipeline.core.artifacts import read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import verdict_lines
 from pipeline.stage import execute, input_path, output_path
@@ -64,7 +64,7 @@ def run(config: Config) -> None:
     uri = resolve_tracking_uri(registry.tracking_uri, stage.PROJECT_ROOT)
     check_store(uri, registry.timeout_seconds)
     store = MlflowStore(uri)
-    _check_receipt(store)
+    check_receipt(store)
     inputs = _read_inputs()
     passed = inputs.verdict["passed"]
     tags = _tags(inputs)
@@ -104,10 +104,15 @@ def _read_inputs() -> Inputs:
             "data/draft and data/eval/metrics.json belong to different targets (their compatibility keys differ).",
             "evaluate this draft: `dvc repro`.",
         )
+    if inputs.draft["fingerprint"] != inputs.metrics["draft_fingerprint"]:
+        raise PipelineError(
+            "data/eval/metrics.json was measured with another draft than data/draft (their fingerprints differ).",
+            "evaluate this draft: `dvc repro`.",
+        )
     return inputs
 
 
-def _check_receipt(store: Any) -> None:
+def check_receipt(store: Any) -> None:
     """Refuse to go on when the last receipt's version is not in this store: nothing would tell the two apart later."""
     path = output_path(RECEIPT)
     if not path.exists():
@@ -125,10 +130,11 @@ def _check_receipt(store: Any) -> None:
 
 
 def _register(store: Any, run_id: str, registry: RegistryConfig, inputs: Inputs, tags: dict[str, Any]) -> str:
-    """The version of these weights, new or known, with the alias set on it."""
-    version = store.find_version(registry.model_name, inputs.draft["fingerprint"])
+    """The version of these weights with this evidence, new or known, with the alias set on it."""
+    files = [input_path("data/eval/metrics.json"), input_path("data/gate/verdict.json")]
+    tags = {**tags, "evidence": fingerprint_files(files)}
+    version = store.find_version(registry.model_name, {name: tags[name] for name in ("fingerprint", "evidence")})
     if version is None:
-        files = [input_path("data/eval/metrics.json"), input_path("data/gate/verdict.json")]
         version = store.register_version(
             run_id=run_id,
             model_name=registry.model_name,

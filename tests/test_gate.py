@@ -23,7 +23,10 @@ def config(threshold=0.45, **changes):
         "severity": "fail",
         **changes,
     }
-    document = {"gate": {"name": "smoke", "enforce": True, "checks": [rule]}, "other": {"ignored": 1}}
+    document = {
+        "gate": {"name": "smoke", "model_name": "tiny-legal-draft", "enforce": True, "checks": [rule]},
+        "other": {"ignored": 1},
+    }
     return typed_config(OmegaConf.create(document), gate.Config)
 
 

@@ -34,8 +34,8 @@ def project(tmp_path_factory):
 def test_answers_and_probabilities_are_the_targets(project):
     generate.run(config(generate))
     train, golden = (read_answers(project / "data/answers" / split) for split in ("train", "golden"))
-    assert {answer.temperature for answer in golden} == {0.0}
-    sampled = [answer for answer in train if answer.temperature > 0]
+    assert {answer.sampling.temperature for answer in golden} == {0.0}
+    sampled = [answer for answer in train if answer.sampling.temperature > 0]
     assert 0.2 < len(sampled) / len(train) < 0.8
     target = generate.Target(config(generate).target, project)
     for answer in [golden[0], train[0], sampled[0]]:
@@ -44,7 +44,7 @@ def test_answers_and_probabilities_are_the_targets(project):
             logprobs = next_logits(target.model, ids)[:259].log_softmax(-1)
             assert answer.logprobs[index] == pytest.approx(logprobs[token].item(), abs=1e-4)
             assert np.allclose(answer.top_logprobs[index], logprobs.topk(8).values.numpy(), atol=2e-3)
-            if answer.temperature == 0:
+            if answer.sampling.temperature == 0:
                 assert token == logprobs.argmax().item() == answer.top_ids[index][0]
             ids.append(token)
         assert len(answer.answer_ids) <= 10
@@ -90,7 +90,7 @@ def test_sampled_answers_follow_the_sampling(project):
     generate.run(config(generate, "generate.sampling.top_k=2", "generate.sampled_share=1.0"))
     target = generate.Target(config(generate).target, project)
     answers = read_answers(project / "data/answers/train")
-    assert all(answer.temperature > 0 for answer in answers)
+    assert all(answer.sampling.temperature > 0 for answer in answers)
     for answer in answers[:5]:
         ids = answer.prompt_ids.tolist()
         for token in answer.answer_ids.tolist():

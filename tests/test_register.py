@@ -44,6 +44,7 @@ def write_verdict(root: Path, acceptance: float) -> None:
         "target": {"name": "tiny", "id": "builtin:tiny", "fingerprint": "ffff"},
         "domain": "legal",
         "compatibility_key": KEY,
+        "draft_fingerprint": fingerprint_files([root / "data/draft/model.safetensors"]),
         "settings": {"draft_length": 3, "temperature": 0.0},
         "candidates": {"distilled": {"legal": {"acceptance_rate": entry}}},
         "lossless": {"value": 1.0, "interval": None, "count": 8, "reason": None, "departures": []},
@@ -100,9 +101,15 @@ def test_a_passed_draft_is_registered_once(project, store, tmp_path, capsys):
     assert receipt(project)["version"] == "1"
     shutil.rmtree(project / "data/draft")
     build_draft(project / "data/draft", seed=1)
+    with pytest.raises(PipelineError, match="another draft"):
+        register.run(config("once"))
+    write_verdict(project, acceptance=0.5)
     register.run(config("once"))
     assert receipt(project)["version"] == "2"
-    assert store.version_by_alias("once", "candidate") == "2"
+    write_verdict(project, acceptance=0.6)  # the same weights with new evidence, for example at another draft length
+    register.run(config("once"))
+    assert receipt(project)["version"] == "3"
+    assert store.version_by_alias("once", "candidate") == "3"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,9 +12,13 @@ import pyarrow.parquet as pq
 from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path
 from pipeline.core.errors import PipelineError
+from pipeline.core.sampling import Sampling
 
 SCHEMA_NAME, SCHEMA_VERSION = "domain-draft/answers", 1
 
+SAMPLING = pa.struct(
+    [("temperature", pa.float64()), ("top_k", pa.int64()), ("top_p", pa.float64()), ("min_p", pa.float64())]
+)
 SCHEMA = pa.schema(
     [
         ("prompt_id", pa.string()),
@@ -24,7 +28,8 @@ SCHEMA = pa.schema(
         ("prompt_ids", pa.list_(pa.int32())),
         ("answer_ids", pa.list_(pa.int32())),
         ("finish_reason", pa.string()),
-        ("temperature", pa.float32()),
+        ("sampling", SAMPLING),
+        ("seed", pa.int64()),
         ("logprobs", pa.list_(pa.float32())),
         ("top_ids", pa.list_(pa.int32())),  # flattened [answer tokens x top]
         ("top_logprobs", pa.list_(pa.float16())),  # flattened likewise
@@ -37,6 +42,7 @@ SCHEMA = pa.schema(
 def write_answers(path: Path, answers: list[Answer], facts: dict) -> None:
     """Write one shard whole or not at all. `facts`: what the answers depend on, strings and numbers."""
     columns = {name: [getattr(answer, name) for answer in answers] for name in SCHEMA.names}
+    columns["sampling"] = [vars(answer.sampling) for answer in answers]
     for name in ("top_ids", "prompt_top_ids"):
         columns[name] = [array.reshape(-1) for array in columns[name]]
     for name in ("top_logprobs", "prompt_top_logprobs"):
@@ -78,6 +84,7 @@ def read_shard(path: Path) -> list[Answer]:
             row[name] = np.asarray(row[name], dtype=np.float32).reshape(-1, top)
         for name in ("prompt_ids", "answer_ids"):
             row[name] = np.asarray(row[name], dtype=np.int32)
+        row["sampling"] = Sampling(**row["sampling"])
         row["logprobs"] = np.asarray(row["logprobs"], dtype=np.float32)
         rows.append(Answer(**row))
     return rows

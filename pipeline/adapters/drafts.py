@@ -17,6 +17,7 @@ from pipeline.core.errors import PipelineError
 from pipeline.core.models import (
     DTYPES,
     ModelConfig,
+    cast_parameters,
     default_device,
     load_config,
     load_model,
@@ -86,7 +87,7 @@ def save_draft(
     folder: Path, draft: PreTrainedModel, target: Target, head_token_ids: list[int], config: DraftConfig
 ) -> None:
     """Write a standard transformers folder with the target's tokenizer, and beside it what our decoder needs to know."""
-    draft = draft.to(resolve_dtype(config.dtype, default_device()))
+    cast_parameters(draft, resolve_dtype(config.dtype, default_device()))
     draft.generation_config = target.generation_config
     with quiet_transformers():
         draft.save_pretrained(folder)
@@ -111,8 +112,13 @@ def read_draft_facts(folder: Path) -> dict[str, Any]:
 
 
 def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]]:
-    """The distilled draft and its trimmed head; raises `PipelineError` if it was made for another target."""
+    """The distilled draft and its trimmed head; raises `PipelineError` if it was made for another target or template."""
     facts = read_draft_facts(folder)
+    if facts["template"] != target.template:
+        raise PipelineError(
+            f"The draft in {folder} was distilled on answers under another chat template.",
+            "run `dvc repro`, so that answers and draft are made under the target's present one.",
+        )
     if facts["compatibility_key"] != target.compatibility_key:
         differing = [
             name for name, value in target.compatibility_key.items() if facts["compatibility_key"].get(name) != value

@@ -146,11 +146,11 @@ class MlflowStore:
                 target.write_bytes(path.read_bytes())
             self.client.log_artifacts(run_id, folder)
 
-    def find_version(self, model_name: str, fingerprint: str) -> str | None:
-        """The newest version of `model_name` whose tag `fingerprint` is this one, or None."""
+    def find_version(self, model_name: str, tags: dict[str, str]) -> str | None:
+        """The newest version of `model_name` that carries all `tags`, or None."""
         with _errors_of(self.uri):
             found = self.client.search_model_versions(f"name = '{model_name}'", order_by=["version_number DESC"])
-        return next((str(item.version) for item in found if item.tags.get("fingerprint") == fingerprint), None)
+        return next((str(item.version) for item in found if tags.items() <= item.tags.items()), None)
 
     def version_fingerprint(self, model_name: str, version: str) -> str | None:
         """The tag `fingerprint` of a version, or None when the store has no such version."""

@@ -44,6 +44,10 @@ class DistillationTrainer(Trainer):
         loader = DataLoader(self.train_dataset, batch_size=1, shuffle=True, collate_fn=lambda items: items[0])
         return self.accelerator.prepare(loader)
 
+    def autocast_smart_context_manager(self, cache_enabled=True):
+        """Half precision for the whole loss: the Trainer's own covers `model.forward`, which the loss does not call."""
+        return self.accelerator.autocast()
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         logits = answer_logits(model, inputs, self.head_token_ids)
         losses = forward_kl_top(logits, inputs["top_index"], inputs["top_logprobs"])
@@ -54,7 +58,8 @@ class DistillationTrainer(Trainer):
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
         """Greedy token acceptance on dev: share of answer positions where both argmax agree."""
-        acceptance = greedy_agreement(self.model, self.dev_batches, self.head_token_ids)
+        with self.accelerator.autocast():
+            acceptance = greedy_agreement(self.model, self.dev_batches, self.head_token_ids)
         metrics = {f"{metric_key_prefix}_token_acceptance": acceptance}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -119,6 +124,9 @@ def distill(
     tokens = sum(batch["input_ids"].numel() for batch in (batches[i] for i in range(len(batches))))
     tokens_per_step = tokens / len(batches) * accumulation
     interval = max(1, math.ceil(steps / config.evaluations))
+    attention = draft.config._attn_implementation
+    if draft.device.type == "cpu":
+        draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
     with quiet_transformers():
         trainer = DistillationTrainer(
             model=draft,
@@ -132,6 +140,8 @@ def distill(
         trainer.remove_callback(PrinterCallback)
         checkpoint = newest_whole_checkpoint(checkpoints)
         trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
+    draft.set_attn_implementation(attention)
     draft.requires_grad_(True).eval()
     return _history(trainer.state.log_history, tokens_per_step)
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pipeline.core.sampling import Sampling
+
 
 @dataclass
 class Answer:
@@ -13,7 +15,8 @@ class Answer:
 
     prompt_ids [m] and answer_ids [n] int32; logprobs [n] float32, the target's log-probability of each answer token;
     top_ids [n, top] int32 and top_logprobs [n, top] float32, most probable first; prompt_top_ids and prompt_top_logprobs
-    [m - 1, top], the same for the prompt's tokens after the first. Log-probabilities are log-softmax of the raw logits at
+    [m - 1, top], the same for the prompt's tokens after the first; `sampling` and `seed` say how
+    the answer was drawn. Log-probabilities are log-softmax of the raw logits at
     temperature 1 over real token ids.
     """
 
@@ -24,7 +27,8 @@ class Answer:
     prompt_ids: np.ndarray
     answer_ids: np.ndarray
     finish_reason: str
-    temperature: float
+    sampling: Sampling
+    seed: int
     logprobs: np.ndarray
     top_ids: np.ndarray
     top_logprobs: np.ndarray

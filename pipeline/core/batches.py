@@ -1,7 +1,8 @@
 """Answers as teacher-forced batches: what the draft sees, and its logits before each answer token.
 
 Rows of similar length share a batch, padded on the right: under causal attention no real token sees the padding, so no
-mask is needed. Which positions count follows from lengths, never from token values.
+mask is needed. Which positions count follows from lengths, never from token values. Widths and counts are rounded up, so
+that batches have few distinct shapes: kernels that are made for a shape are made a few times, not for every batch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,13 @@ from transformers import PreTrainedModel
 
 from pipeline.core.answers import Answer
 from pipeline.core.errors import PipelineError
+
+WIDTH_STEP = 16  # the length of a batch is a multiple of this many tokens
+COUNT_STEP = 64  # the output head runs on a multiple of this many positions
+
+
+def _rounded_up(number: int, step: int) -> int:
+    return -(-number // step) * step
 
 
 class AnswerBatches(Dataset):
@@ -40,7 +48,8 @@ class AnswerBatches(Dataset):
         self.groups: list[list[Answer]] = [[]]
         for index in order:
             answer = answers[index]
-            if self.groups[-1] and (len(self.groups[-1]) + 1) * _length(answer) > tokens_per_forward:
+            width = _rounded_up(_length(answer), WIDTH_STEP)
+            if self.groups[-1] and (len(self.groups[-1]) + 1) * width > tokens_per_forward:
                 self.groups.append([])
             self.groups[-1].append(answer)
         stored = [ids for answer in answers for ids in (answer.top_ids, answer.prompt_top_ids) if ids.size]
@@ -53,7 +62,7 @@ class AnswerBatches(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         group = self.groups[index]
-        width = max(map(_length, group))
+        width = _rounded_up(max(map(_length, group)), WIDTH_STEP)
         input_ids = np.zeros((len(group), width), dtype=np.int64)
         query, labels = [], []
         for row, answer in enumerate(group):
@@ -102,13 +111,16 @@ def check_plain_head(model: PreTrainedModel) -> None:
 
 def answer_logits(model: PreTrainedModel, batch: dict[str, Tensor], head_token_ids: Tensor | None) -> Tensor:
     """The draft's logits before each answer token, [n, head]; the whole head when `head_token_ids` is None."""
-    hidden = model.get_decoder()(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
-    hidden = hidden.reshape(-1, hidden.shape[-1])[batch["query"]]
+    known = batch["input_ids"].clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
+    hidden = model.get_decoder()(input_ids=known, use_cache=False).last_hidden_state
+    count = len(batch["query"])
+    query = F.pad(batch["query"], (0, _rounded_up(count, COUNT_STEP) - count))
+    hidden = hidden.reshape(-1, hidden.shape[-1])[query]
     head = model.get_output_embeddings()
     if head_token_ids is None:
-        return head(hidden)
+        return head(hidden)[:count]
     bias = None if head.bias is None else head.bias[head_token_ids]
-    return F.linear(hidden, head.weight[head_token_ids], bias)
+    return F.linear(hidden, head.weight[head_token_ids], bias)[:count]
 
 
 @torch.inference_mode()

@@ -30,17 +30,18 @@ class Placement:
     last_row: int
     positions: Tensor
     visible: int
-    _slots: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _slots: dict[tuple, Tensor] = field(default_factory=dict)
 
-    def slots(self, heads: int, capacity: int) -> Tensor:
+    def slots(self, heads: int, capacity: int, device: torch.device) -> Tensor:
         """Where the queries' vectors go when [rows, heads, capacity] is one line, int64 [rows * heads * queries].
 
         The layers of a pass share it.
         """
-        if (heads, capacity) not in self._slots:
-            lines = torch.arange(self.positions.shape[0] * heads, device=self.positions.device).view(-1, heads, 1)
-            self._slots[heads, capacity] = (lines * capacity + self.positions[:, None]).flatten()
-        return self._slots[heads, capacity]
+        key = (heads, capacity, device)
+        if key not in self._slots:
+            lines = torch.arange(self.positions.shape[0] * heads, device=device).view(-1, heads, 1)
+            self._slots[key] = (lines * capacity + self.positions.to(device)[:, None]).flatten()
+        return self._slots[key]
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -68,7 +69,7 @@ class RaggedLayer(CacheLayerMixin):
         place = self.placement
         keys = self.keys[place.first_row : place.last_row]
         values = self.values[place.first_row : place.last_row]
-        slots = place.slots(keys.shape[1], self.capacity)
+        slots = place.slots(keys.shape[1], self.capacity, keys.device)
         keys.flatten(0, 2).index_copy_(0, slots, key_states.flatten(0, 2))
         values.flatten(0, 2).index_copy_(0, slots, value_states.flatten(0, 2))
         return keys[:, :, : place.visible], values[:, :, : place.visible]

@@ -50,6 +50,11 @@ class DecodeSettings(Sampling):
     draft_length: int | None = None  # k; null: chosen on dev
     draft_half_weights: bool = False  # on a CPU, stream the draft's float32 weights in float16
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_length is not None and self.draft_length < 1:
+            raise ValueError(f"decode.draft_length must be >= 1 or null, got {self.draft_length}")
+
 
 @dataclass
 class EvaluateConfig:
@@ -68,6 +73,14 @@ class EvaluateConfig:
     near_tie_gap: float  # half precision: largest float32 logit gap at which a departure from plain decoding is legal
     bootstrap_samples: int  # resamples behind a 95 % interval
     tokens_per_forward: int  # tokens of one teacher-forced pass
+
+    def __post_init__(self) -> None:
+        if not self.draft_lengths or min(self.draft_lengths) < 1:
+            raise ValueError(f"evaluate.draft_lengths must be numbers >= 1, got {self.draft_lengths}")
+        for name, value in vars(self).items():
+            least = 0 if name in ("timed_prompts_other", "baseline_prompts", "reference_prompts", "near_tie_gap") else 1
+            if name != "draft_lengths" and value < least:
+                raise ValueError(f"evaluate.{name} must be >= {least}, got {value}")
 
 
 @dataclass
@@ -127,6 +140,7 @@ def evaluate(
     engine = _engine(packed, settings, config, [LOOKUP, UNDISTILLED, DISTILLED])
     requests, plain = time_candidates(engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden")
     candidates = _candidates(requests, agreements, settings.draft_length, costs, config)
+    gap = served_gap(candidates[DISTILLED], models.domain)
     metrics = {
         "domain": models.domain,
         "settings": {
@@ -146,7 +160,8 @@ def evaluate(
             "draft_step_seconds": costs.draft_step_seconds,
             "target_pass_seconds": {str(k + 1): seconds for k, seconds in costs.target_pass_seconds.items()},
         },
-        "warnings": _warnings(candidates[DISTILLED], models.domain),
+        "served_gap": gap,
+        "warnings": _warnings(gap, models.domain),
         "machine": machine(),
     }
     return Outcome(metrics, requests)
@@ -189,12 +204,11 @@ def _choose_draft_length(
     """The k with the best predicted speedup: measured costs, acceptance by position of the longest k on dev prompts."""
     decoder = Decoder(models.target, models.drafter(models.distilled), settings)
     prompts = _pick([answer for answer in dev if answer.domain == models.domain], config.dev_prompts)
-    rounds = []
+    sequences = []
     for answer in tqdm(prompts, desc="choose draft length on dev", unit=" prompts"):
-        rounds += time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
-    by_position = acceptance_by_position(
-        [block.accepted for block in rounds], [block.drafted for block in rounds], settings.draft_length
-    )
+        rounds = time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
+        sequences.append([(block.accepted, block.drafted) for block in rounds])
+    by_position = acceptance_by_position(sequences, settings.draft_length)
     return cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
 
 
@@ -320,16 +334,23 @@ def _reference(
     }
 
 
-def _warnings(distilled: dict[str, dict], domain: str) -> list[str]:
-    """Teacher-forced and served acceptance should tell the same story: the first drafted position against the former."""
+def served_gap(distilled: dict[str, dict], domain: str) -> dict[str, float | None]:
+    """Token acceptance on golden answers beside what the decoder accepted first in its rounds, and what separates them."""
     metrics = distilled.get(domain, {})
     forced = metrics.get("token_acceptance_trimmed_head", {}).get("value")
-    served = metrics.get("acceptance_by_position", {}).get("value")
-    if forced is None or not served or abs(forced - served[0]) <= SERVED_GAP_WORTH_A_WARNING:
+    served = (metrics.get("acceptance_by_position", {}).get("value") or [None])[0]
+    gap = None if forced is None or served is None else served - forced
+    return {"token_acceptance": forced, "first_drafted_token": served, "gap": gap}
+
+
+def _warnings(served: dict[str, float | None], domain: str) -> list[str]:
+    """Teacher-forced and served acceptance should tell the same story."""
+    if served["gap"] is None or abs(served["gap"]) <= SERVED_GAP_WORTH_A_WARNING:
         return []
     return [
-        f"served acceptance of the first drafted token on {domain} is {served[0]:.2f}, token acceptance on golden answers"
-        f" is {forced:.2f}: check that answers, template and sampling are those of production"
+        f"served acceptance of the first drafted token on {domain} is {served['first_drafted_token']:.2f}, token acceptance"
+        f" on golden answers is {served['token_acceptance']:.2f}: check that answers, template and sampling are those of"
+        " production"
     ]
 
 

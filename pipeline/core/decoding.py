@@ -148,7 +148,7 @@ class _Row:
 
 
 class Decoder:
-    """Owns the caches of a target and a drafter and decodes any number of prompts through `slots` rows.
+    """Owns the caches of a target and a drafter and decodes any number of prompts through `slots` rows (default: 1).
 
     `drafter` is None (plain decoding), a causal LM, or an object of the `Drafter` protocol. Neither model nor its
     generation config is changed.
@@ -160,10 +160,11 @@ class Decoder:
         drafter: PreTrainedModel | Drafter | None,
         config: DecodeConfig,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        slots: int = 1,
+        slots: int | None = None,
     ) -> None:
         if config.stop and tokenizer is None:
             raise ValueError("stop strings need the tokenizer")
+        slots = 1 if slots is None else slots
         self.config = config
         self.sampling = config.sampling
         self.tokenizer = tokenizer
@@ -370,7 +371,7 @@ class Decoder:
             text = self.tokenizer.decode(row.generated, skip_special_tokens=True)
         self.stats.drafted += sum(block.drafted for block in row.rounds)
         self.stats.accepted += sum(block.accepted for block in row.rounds)
-        self.stats.emitted += len(row.generated)
+        self.stats.emitted += sum(block.emitted for block in row.rounds)
         self.stats.rounds += len(row.rounds)
         self.stats.peak_memory_bytes = peak_memory_bytes(self.target.device)
         logprobs = row.logprobs if self.config.return_logprobs is not None else None

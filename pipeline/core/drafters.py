@@ -57,7 +57,8 @@ class ModelDrafter:
     """A causal language model drafts token by token, from its own distribution over `head_token_ids`.
 
     The distribution is renormalised over those ids, so any choice of them keeps decoding lossless; the fewer they are,
-    the cheaper a draft step is. So is `half_weights`: on a CPU, float32 weights are streamed in float16.
+    the cheaper a draft step is. A token of the target that the draft has no embedding for is shown to it as its last one.
+    So is `half_weights`: on a CPU, float32 weights are streamed in float16.
     """
 
     def __init__(
@@ -79,12 +80,13 @@ class ModelDrafter:
         whole = len(allowed) == head_rows
         head = self.model if whole else with_trimmed_head(self.model, self.support)
         self.cached = CachedModel(head, rows, self.half_weights)
+        self.last_known = self.model.get_input_embeddings().weight.shape[0] - 1
 
     def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
         self.cached.reserve(room)
         longest = max(map(len, prompts))
         token_ids, positions = pad_right(prompts, longest, self.cached.device)
-        self.cached.forward(first_row, token_ids, positions, longest, logits_to_keep=1)
+        self.cached.forward(first_row, token_ids.clamp(max=self.last_known), positions, longest, logits_to_keep=1)
 
     @property
     def max_positions(self) -> int | None:
@@ -97,7 +99,7 @@ class ModelDrafter:
         steps = max(lengths)
         size = torch.tensor([len(tokens) for tokens in committed], device=device)
         longest = max(map(len, committed))
-        token_ids = torch.tensor([tokens[-2:] for tokens in committed], device=device)
+        token_ids = torch.tensor([tokens[-2:] for tokens in committed], device=device).clamp(max=self.last_known)
         positions = size[:, None] + torch.tensor([-2, -1], device=device)
         drafted, distributions = [], []
         for step in range(steps):

@@ -136,16 +136,15 @@ def served_metrics(requests: list[Request], draft_length: int, samples: int) -> 
     seconds = [request.seconds for request in requests]
     plain = [request.plain_seconds for request in requests]
     tokens = [len(request.token_ids) for request in requests]
-    flat = [(a, d) for r in requests for a, d in zip(r.accepted, r.drafted, strict=True)]
-    by_position = acceptance_by_position([a for a, _ in flat], [d for _, d in flat], draft_length)
+    by_position = acceptance_by_position(
+        [list(zip(request.accepted, request.drafted, strict=True)) for request in requests], draft_length
+    )
     gaps = np.concatenate([request.gaps_seconds for request in requests])
     count = len(requests)
     return {
         "acceptance_rate": {**ratio_measure(accepted, drafted, clusters, samples), "draft_length": draft_length},
         "mean_acceptance_length": ratio_measure(emitted, [len(r.drafted) for r in requests], clusters, samples),
-        "acceptance_by_position": measure(by_position, count=count)
-        if by_position
-        else no_data("no round drafted a full block"),
+        "acceptance_by_position": measure(by_position, count=count) if by_position else no_data("no round was whole"),
         "speedup": ratio_measure(plain, seconds, clusters, samples),
         "tokens_per_second": ratio_measure(tokens, seconds, clusters, samples),
         "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),

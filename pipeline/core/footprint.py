@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pipeline.core.cache import LENGTH_STEP
 from pipeline.core.errors import PipelineError
+from pipeline.core.linear import packs
 from pipeline.core.models import quiet_transformers, resolve_dtype
 
 if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
@@ -85,8 +86,8 @@ def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantization: str =
 
 
 def packed_bytes(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes of the second copy of the linear layers that decoding in float32 on a CPU prepares."""
-    if device.type != "cpu" or dtype != torch.float32:
+    """Bytes of the second copy of the linear layers that decoding on a CPU prepares."""
+    if not packs(dtype, device):
         return 0
     return (linear_parameters(model) + model.get_output_embeddings().weight.numel()) * dtype.itemsize
 

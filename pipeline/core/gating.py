@@ -24,7 +24,6 @@ _MORE_SPEED = (
     "if even a free draft would not pay, the target is too small for this hardware"
 )
 _LATENCY = "lower decode.draft_length, or make the draft cheaper (fewer layers, a smaller trimmed head)"
-_MEMORY = "keep fewer layers in the draft, trim its head further, or store it in a smaller dtype"
 
 REMEDIES = {
     "token_acceptance_trimmed_head": f"{_BETTER_DRAFT}; if the full head does better, trim less of it",
@@ -34,13 +33,8 @@ REMEDIES = {
     "mean_acceptance_length": f"{_BETTER_DRAFT}, or raise decode.draft_length",
     "acceptance_by_position": f"{_BETTER_DRAFT}, or lower decode.draft_length",
     "speedup": _MORE_SPEED,
-    "predicted_speedup": _MORE_SPEED,
-    "cost_ratio": "keep fewer layers in the draft, or trim its head further",
-    "verify_cost": "lower decode.draft_length: the target's pass over a drafted block is too slow on this hardware",
-    "time_to_first_token": "make the draft cheaper: its prefill delays the first token",
-    "inter_token_latency": _LATENCY,
-    "smoothness": _LATENCY,
-    "memory_efficiency": _MEMORY,
+    "ttft_seconds": "make the draft cheaper: its prefill delays the first token",
+    "itl_p95_seconds": _LATENCY,
     LOSSLESS: (
         "do not serve this draft: the speculative tokens differ from the target's own. Report a bug with the "
         "departures listed in data/eval/metrics.json"

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from pipeline.core.answers import Answer
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
-from pipeline.core.sampling import row_seed
+from pipeline.core.sampling import Sampling, row_seed
 
 
 @dataclass
@@ -36,21 +36,24 @@ def generate_answers(
 ) -> Iterator[Answer]:
     """Decode plainly, longest prompts first, `slots` rows at a time; yields answers as they finish.
 
-    `config.return_logprobs` and `config.prompt_logprobs`, equal, set how many alternatives are stored per token. `progress` counts tokens.
+    `config.return_logprobs` and `config.prompt_logprobs`, equal, set how many alternatives are stored per token.
+    `progress` counts tokens.
     """
     decoder = Decoder(target, None, config, slots=min(slots, max(1, len(prompts))))
-    requests: dict[int, EncodedPrompt] = {}
+    requests: dict[int, tuple[EncodedPrompt, int]] = {}
     for prompt in sorted(prompts, key=lambda item: (-len(item.token_ids), item.prompt_id)):
-        requests[decoder.submit(prompt.token_ids, prompt_seed(seed, prompt.prompt_id))] = prompt
+        own_seed = prompt_seed(seed, prompt.prompt_id)
+        requests[decoder.submit(prompt.token_ids, own_seed)] = prompt, own_seed
     while decoder.busy:
         events = decoder.step()
         progress.update(sum(len(event.token_ids) for event in events))
         for event in events:
             if event.finished:
-                yield _answer(requests.pop(event.request), event.finished, config.temperature)
+                prompt, own_seed = requests.pop(event.request)
+                yield _answer(prompt, event.finished, config.sampling, own_seed)
 
 
-def _answer(prompt: EncodedPrompt, sequence: GeneratedSequence, temperature: float) -> Answer:
+def _answer(prompt: EncodedPrompt, sequence: GeneratedSequence, sampling: Sampling, seed: int) -> Answer:
     width = len(sequence.logprobs.top_ids[0])
     return Answer(
         prompt_id=prompt.prompt_id,
@@ -60,7 +63,8 @@ def _answer(prompt: EncodedPrompt, sequence: GeneratedSequence, temperature: flo
         prompt_ids=np.asarray(prompt.token_ids, dtype=np.int32),
         answer_ids=np.asarray(sequence.token_ids, dtype=np.int32),
         finish_reason=sequence.finish_reason,
-        temperature=temperature,
+        sampling=sampling,
+        seed=seed,
         logprobs=np.asarray(sequence.logprobs.token, dtype=np.float32),
         top_ids=np.asarray(sequence.logprobs.top_ids, dtype=np.int32),
         top_logprobs=np.asarray(sequence.logprobs.top, dtype=np.float32),

@@ -31,12 +31,15 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
 
 
-def can_pack(linear: nn.Linear) -> bool:
-    weight = linear.weight
-    if type(linear) is not nn.Linear or weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+def packs(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether linear layers of this type and place are prepacked."""
+    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    has_bfloat16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16)
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def can_pack(linear: nn.Linear) -> bool:
+    return type(linear) is nn.Linear and packs(linear.weight.dtype, linear.weight.device)
 
 
 class HalfWeightLinear(nn.Module):

@@ -20,7 +20,7 @@ def forward_kl_top(logits: Tensor, top_index: Tensor, top_logprobs: Tensor) -> T
     top_logprobs  [tokens, top] the target's log-probabilities at temperature 1
     """
     in_head = top_index >= 0
-    log_q = logits.gather(-1, top_index.clamp(min=0)) - logits.logsumexp(dim=-1, keepdim=True)
+    log_q = logits.log_softmax(dim=-1, dtype=torch.float32).gather(-1, top_index.clamp(min=0))
     p = top_logprobs.exp() * in_head
     q = log_q.exp() * in_head
     top_terms = torch.where(in_head, p * (top_logprobs - log_q), 0.0).sum(dim=-1)

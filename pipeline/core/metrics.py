@@ -77,9 +77,20 @@ def ratio_measure(
     return measure(value, interval, len(denominators))
 
 
-def acceptance_by_position(accepted: Sequence[int], drafted: Sequence[int], draft_length: int) -> list[float] | None:
-    """Share of rounds with a full block in which position i was accepted, unconditional, for i = 1 .. k."""
-    runs = np.asarray(accepted)[np.asarray(drafted) == draft_length]
+def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft_length: int) -> list[float] | None:
+    """Share of rounds in which position i was accepted, unconditional, for i = 1 .. k.
+
+    `sequences`: (accepted, drafted) of each round of each sequence. A last round that is short was cut by the end of its
+    sequence and is left out; elsewhere a drafter that proposed fewer tokens missed the positions after them.
+    """
+    runs = np.array(
+        [
+            accepted
+            for rounds in sequences
+            for index, (accepted, drafted) in enumerate(rounds)
+            if drafted == draft_length or index < len(rounds) - 1
+        ]
+    )
     if not len(runs):
         return None
     return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]

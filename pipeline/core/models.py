@@ -107,6 +107,14 @@ def load_model(location: str, config: ModelConfig, quantization_config=None) -> 
     return model.eval()
 
 
+def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Change the type of the weights in place. Buffers keep theirs, as in a model loaded in `dtype`: rotary frequencies
+    in half precision would move every logit."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 @contextlib.contextmanager
 def quiet_transformers():
     """No progress bars and no advice from transformers while the block runs."""

@@ -87,12 +87,14 @@ def domain_token_ids(answers: list[Answer], size: int, always: tuple[int, ...], 
     """The `size` ids that matter most in `answers`, sorted: the draft's trimmed head.
 
     Ids are ranked by the target's probability mass on them, summed over all answer tokens, so that likely alternatives
-    count and not only what was drawn. Ids in `always` (end-of-answer tokens) are kept in any case.
+    count and not only what was drawn. Ids in `always` (end-of-answer tokens) are kept in any case; ids outside
+    `vocabulary`, what target and draft share, never.
     """
-    mass = np.zeros(len(vocabulary))
+    mass = np.zeros(1 + max(vocabulary[-1], *(max(a.top_ids.max(), a.answer_ids.max()) for a in answers)))
     for answer in answers:
         np.add.at(mass, answer.top_ids.reshape(-1), np.exp(answer.top_logprobs).reshape(-1))
         np.add.at(mass, answer.answer_ids, 1e-3)
+    mass = mass[: len(vocabulary)]
     ranked = np.argsort(-mass, kind="stable")[:size]
     used = ranked[mass[ranked] > 0].tolist()
     return sorted(set(used).union(token for token in always if token in vocabulary))

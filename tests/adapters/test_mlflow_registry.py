@@ -206,10 +206,10 @@ def test_aliases_move_and_versions_are_found(store, tmp_path):
         store.set_alias("moving", "candidate", version)
         assert store.version_by_alias("moving", "candidate") == version
     fingerprint = json.loads((tmp_path / "draft2/draft.json").read_text())["fingerprint"]
-    assert store.find_version("moving", fingerprint) == "2"
+    assert store.find_version("moving", {"fingerprint": fingerprint}) == "2"
     assert store.version_fingerprint("moving", "2") == fingerprint
-    assert store.find_version("moving", "0" * 16) is None
-    assert store.find_version("no such model", fingerprint) is None
+    assert store.find_version("moving", {"fingerprint": "0" * 16}) is None
+    assert store.find_version("no such model", {"fingerprint": fingerprint}) is None
     assert store.version_fingerprint("moving", "3") is None
     with pytest.raises(PipelineError, match="refused"):
         store.set_alias("moving", "candidate", "9")

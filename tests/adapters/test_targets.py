@@ -51,7 +51,7 @@ def test_weights_edited_in_place_change_the_key(target, tmp_path):
     assert Target(target.config, tmp_path).compatibility_key != before
 
 
-def test_a_saved_draft_is_whole_and_belongs_to_its_target(target, tmp_path):
+def test_a_saved_draft_is_whole_and_belongs_to_its_target(target, tmp_path, monkeypatch):
     draft = initial_draft(DRAFT, target, tmp_path)
     save_draft(tmp_path / "draft", draft, target, [1, 2, 3], DRAFT)
     loaded, head = load_draft(tmp_path / "draft", target)
@@ -71,6 +71,10 @@ def test_a_saved_draft_is_whole_and_belongs_to_its_target(target, tmp_path):
         assert tokenizer.apply_chat_template(chat, tokenize=False) == target.tokenizer.apply_chat_template(
             chat, tokenize=False
         )
+    monkeypatch.setattr(target, "template", "another")
+    with pytest.raises(PipelineError, match="another chat template"):
+        load_draft(tmp_path / "draft", target)
+    monkeypatch.undo()
     target.compatibility_key["target_fingerprint"] = "another"
     with pytest.raises(PipelineError, match="another target"):
         load_draft(tmp_path / "draft", target)

@@ -10,12 +10,14 @@ import pytest
 import torch
 from tiny_models import tiny_llama
 
+from pipeline.adapters import trainer
 from pipeline.adapters.trainer import COMPLETE, distill, newest_whole_checkpoint, write_history
 from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches, answer_logits, greedy_agreement
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import forward_kl_top
 from pipeline.core.pruning import check_layers, keep_layers
+from pipeline.core.sampling import Sampling
 from pipeline.core.training import DistillConfig
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
@@ -36,7 +38,7 @@ def answer_of(target, prompt: list[int], tokens: int, name: str, top: int = 10) 
     own = np.array([row[0] for row in values], dtype=np.float32)
     return Answer(
         name, "legal", "continuation", name, np.array(prompt, np.int32), np.array(ids[len(prompt) :], np.int32),
-        "length", 0.0, own, np.stack(index), np.stack(values), scores.indices.numpy().astype(np.int32),
+        "length", Sampling(), 0, own, np.stack(index), np.stack(values), scores.indices.numpy().astype(np.int32),
         scores.values.numpy(),
     )  # fmt: skip
 
@@ -130,8 +132,9 @@ def test_training_lowers_the_loss_and_reports_history(target, answers, tmp_path)
     assert (tmp_path / "history.csv").read_text().startswith("step,tokens,loss,learning_rate,dev_token_acceptance\n")
 
 
-def test_accumulation_equals_one_large_batch(target, answers, tmp_path):
+def test_accumulation_equals_one_large_batch(target, answers, tmp_path, monkeypatch):
     """Normalised by the answer tokens of the whole step: four micro-batches or one give the same update."""
+    monkeypatch.setattr(trainer, "resolve_dtype", lambda *_: torch.float32)
     changes = {"epochs": 1, "evaluations": 1, "tokens_per_step": 10_000, "warmup_share": 0.0}
     weights = []
     for name, tokens in (("whole", 10_000), ("parts", 64)):

@@ -9,6 +9,9 @@ import torch
 from pipeline.adapters.answer_files import read_answers, read_facts, write_answers
 from pipeline.core.answers import Answer, is_looping
 from pipeline.core.errors import PipelineError
+from pipeline.core.sampling import Sampling
+
+SAMPLING = Sampling(temperature=0.8, top_k=40, top_p=0.95, min_p=0.1)
 
 
 def answer(ids: list[int], name: str = "a") -> Answer:
@@ -16,8 +19,8 @@ def answer(ids: list[int], name: str = "a") -> Answer:
     top = np.log(rng.dirichlet(np.ones(4), size=len(ids))).astype(np.float32)
     index = rng.permutation(4 * len(ids)).reshape(len(ids), 4).astype(np.int32)
     return Answer(
-        name, "legal", "continuation", "c", np.array([9, 9], np.int32), np.array(ids, np.int32), "eos", 0.8,
-        top[:, 0], index, top, index[:1], top[:1],
+        name, "legal", "continuation", "c", np.array([9, 9], np.int32), np.array(ids, np.int32), "eos", SAMPLING,
+        -7, top[:, 0], index, top, index[:1], top[:1],
     )  # fmt: skip
 
 
@@ -31,7 +34,7 @@ def test_ids_that_are_no_canonical_split_come_back_as_they_were(tmp_path):
     assert np.abs(back.top_logprobs - original.top_logprobs).max() < 2e-3
     assert np.array_equal(back.logprobs, original.logprobs)
     assert back.prompt_top_ids.tolist() == original.prompt_top_ids.tolist() and back.prompt_top_logprobs.shape == (1, 4)
-    assert back.temperature == pytest.approx(0.8)
+    assert (back.sampling, back.seed) == (SAMPLING, -7)
     assert read_facts(tmp_path / "train") == {"target": "t"}
 
 

@@ -11,7 +11,15 @@ import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 
 from pipeline.core.answers import Answer
-from pipeline.core.comparison import Contestants, DecodeSettings, EvaluateConfig, _warnings, evaluate, summarise
+from pipeline.core.comparison import (
+    Contestants,
+    DecodeSettings,
+    EvaluateConfig,
+    _warnings,
+    evaluate,
+    served_gap,
+    summarise,
+)
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.evaluation import near_tie_gap, teacher_forced
 from pipeline.core.sampling import Sampling
@@ -35,7 +43,7 @@ def answers(target, count: int, domain: str) -> list[Answer]:
         rows.append(
             Answer(
                 f"{domain}{index}", domain, "continuation", str(index), np.array(prompt, np.int32),
-                np.array(ids, np.int32), "length", 0.0, values[2:, 0], top[2:], values[2:], top[:2], values[:2],
+                np.array(ids, np.int32), "length", Sampling(), 0, values[2:, 0], top[2:], values[2:], top[:2], values[:2],
             )
         )  # fmt: skip
     return rows
@@ -124,5 +132,7 @@ def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():
             }
         }
 
-    assert _warnings(metrics(0.5, 0.45), "legal") == []
-    assert "0.30" in _warnings(metrics(0.5, 0.30), "legal")[0]
+    near, far = (served_gap(metrics(0.5, served), "legal") for served in (0.45, 0.30))
+    assert far == {"token_acceptance": 0.5, "first_drafted_token": 0.3, "gap": pytest.approx(-0.2)}
+    assert _warnings(near, "legal") == [] and "0.30" in _warnings(far, "legal")[0]
+    assert served_gap({}, "legal")["gap"] is None and _warnings(served_gap({}, "legal"), "legal") == []

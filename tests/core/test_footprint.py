@@ -18,6 +18,7 @@ from pipeline.core import footprint
 from pipeline.core.cache import CachedModel
 from pipeline.core.comparison import EvaluateConfig
 from pipeline.core.errors import PipelineError
+from pipeline.core.linear import packs
 from pipeline.core.training import DistillConfig
 
 SHAPE = {
@@ -102,10 +103,11 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
     full = footprint.Pair(target, draft, CPU, torch.float32, torch.float32, "none")
     assert half.evaluate_memory(64, 40)["float32 copies"] > 4 * target.num_parameters()
     assert full.evaluate_memory(64, 40)["float32 copies"] == 0
-    assert half.generate_memory(8, 40)["target"] == 2 * target.num_parameters()
-    assert full.generate_memory(8, 40)["target"] == 4 * target.num_parameters() + footprint.packed_bytes(
-        target, torch.float32, CPU
-    )
+    for pair in (half, full):
+        weights = pair.target_dtype.itemsize * target.num_parameters()
+        packed = footprint.packed_bytes(target, pair.target_dtype, CPU)
+        assert (packed > 0) == packs(pair.target_dtype, CPU) and packed < weights
+        assert pair.generate_memory(8, 40)["target"] == weights + packed
     distill = DistillConfig(
         epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1,
         tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96, train_on_prompts=False, freeze_embeddings=False,

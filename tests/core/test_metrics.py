@@ -30,11 +30,12 @@ def test_one_source_document_has_no_interval():
     assert ratio_measure([1, 2], [2, 4], ["a", "a"], 100)["interval"] is None
 
 
-def test_acceptance_by_position_is_unconditional_over_full_blocks():
-    shares = acceptance_by_position([1, 4, 0, 2], [4, 4, 4, 2], 4)
+def test_acceptance_by_position_is_unconditional_and_leaves_out_what_the_end_cut():
+    shares = acceptance_by_position([[(1, 4), (4, 4)], [(0, 4), (2, 2)]], 4)
     assert shares == [2 / 3, 1 / 3, 1 / 3, 1 / 3]
     assert shares == sorted(shares, reverse=True)
-    assert acceptance_by_position([1], [2], 4) is None
+    assert acceptance_by_position([[(2, 2), (0, 0), (4, 4)]], 4) == [2 / 3, 2 / 3, 1 / 3, 1 / 3]
+    assert acceptance_by_position([[(1, 2)]], 4) is None
 
 
 def test_predicted_speedups():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from pipeline.core.answers import Answer
 from pipeline.core.errors import PipelineError
+from pipeline.core.sampling import Sampling
 from pipeline.core.tiny import build_tiny_tokenizer
-from pipeline.core.vocabulary import match_vocabularies
+from pipeline.core.vocabulary import domain_token_ids, match_vocabularies
 
 
 def byte_tokenizer(special: tuple[str, ...], size: int, **options) -> PreTrainedTokenizerFast:
@@ -93,3 +96,19 @@ def test_a_short_common_beginning_is_not_enough():
         match_vocabularies(whole, holed, 100, 60)
     with pytest.raises(PipelineError, match="share only the first 40 ids"):
         match_vocabularies(whole, whole, 100, 40)
+
+
+def answer(top_ids: list[list[int]], probabilities: list[list[float]]) -> Answer:
+    top, scores = np.array(top_ids, np.int32), np.log(np.array(probabilities, np.float32))
+    prompt, own = np.array([1], np.int32), top[:, 0]
+    none = (np.zeros((0, top.shape[1]), np.int32), np.zeros((0, top.shape[1]), np.float32))
+    return Answer(
+        "a", "legal", "continuation", "c", prompt, own, "eos", Sampling(), 0, scores[:, 0], top, scores, *none
+    )
+
+
+def test_the_trimmed_head_ranks_by_mass_and_leaves_out_what_the_draft_lacks():
+    """T03: the target's own extra token (id 9) is answered, but the draft has only ids 0 .. 7."""
+    rows = answer([[9, 3], [3, 5], [2, 5]], [[0.6, 0.4], [0.5, 0.4], [0.5, 0.3]])
+    assert domain_token_ids([rows], 2, (0,), range(8)) == [0, 3, 5]
+    assert domain_token_ids([rows], 20, (0, 9), range(8)) == [0, 2, 3, 5]
