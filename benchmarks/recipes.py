@@ -30,14 +30,10 @@ from pipeline.distill import Config
 PROBE_EPOCHS = 0.15  # trained twice to learn a variant's speed
 VARIANTS = {
     "default": {},
+    "2 layers: 0, 29": {"keep_layers": [0, 29]},
+    "4 layers: 0, 1, 28, 29": {"keep_layers": [0, 1, 28, 29]},
     "embeddings trained too": {"freeze_embeddings": False},
     "half the learning rate": {"learning_rate": 1e-3},
-    "twice the learning rate": {"learning_rate": 4e-3},
-    "steps of 4096 tokens": {"tokens_per_step": 4096},
-    "2 layers: 0, 29": {"keep_layers": [0, 29]},
-    "3 layers: 0, 1, 29": {"keep_layers": [0, 1, 29]},
-    "4 layers: 0, 1, 2, 29": {"keep_layers": [0, 1, 2, 29]},
-    "answers alone, no prompts": {"train_on_prompts": False},
 }
 
 

@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from tiny_models import next_logits
+from tiny_models import chain, next_logits
+from tqdm import tqdm
 
 from pipeline import generate, prepare, stage
-from pipeline.adapters.answer_files import read_answers, read_facts, shards
+from pipeline.adapters.answer_files import read_answers, read_facts, shards, write_answers
+from pipeline.core.decoding import DecodeConfig
 from pipeline.core.errors import PipelineError
+from pipeline.core.generation import EncodedPrompt, generate_answers
 from pipeline.core.sampling import Sampling, probabilities
 
 
@@ -103,3 +106,22 @@ def test_prompts_that_do_not_fit_are_named_before_weights_load(project, monkeypa
     monkeypatch.setattr(torch.nn.Module, "__call__", lambda *_: pytest.fail("a model ran"))
     with pytest.raises(PipelineError, match="at most"):
         generate.run(config(generate, "generate.max_new_tokens=1010"))
+
+
+def test_sampled_answers_need_a_temperature():
+    with pytest.raises(PipelineError, match="temperature"):
+        config(generate, "generate.sampling.temperature=0")
+
+
+def test_ids_that_are_no_canonical_split_are_kept_with_their_probabilities(tmp_path):
+    """T05: a target that answers he + llo + eos gives three ids and three rows, though a tokenizer would merge two."""
+    prompt, he, llo, eos = 1, 4, 6, 2
+    target = chain({prompt: he, he: llo, llo: eos})
+    settings = DecodeConfig(1, 8, eos_token_ids=(eos,), return_logprobs=3, prompt_logprobs=3)
+    prompts = [EncodedPrompt("p", "legal", "continuation", "c", [prompt])]
+    answers = list(generate_answers(target, prompts, settings, 1, 0, tqdm(disable=True)))
+    write_answers(tmp_path / "0.parquet", answers, {})
+    (back,) = read_answers(tmp_path)
+    assert (back.answer_ids.tolist(), back.finish_reason) == ([he, llo, eos], "eos")
+    assert back.top_ids[:, 0].tolist() == [he, llo, eos] and back.top_logprobs.shape == (3, 3)
+    assert np.allclose(back.logprobs, back.top_logprobs[:, 0], atol=1e-3)

@@ -103,6 +103,7 @@ def sample_metrics(domain="legal"):
             "count": 8,
             "reason": None,
             "departures": [],
+            "near_tie_gap": 0.5,
             "half_precision_departures": [
                 {"prompt_id": "p7", "candidate": "distilled", "token_index": 30, "float32_gap": 0.0213, "legal": True}
             ],
@@ -156,11 +157,11 @@ def write_artifacts(root, metrics=None, smallest_acceptance=0.45, receipt=None):
         "fingerprint": "ffff",
     }
     draft = {
-        "name": "pruned-4-layers",
+        "name": "pruned-3-layers",
         "fingerprint": "ffff",
         "compatibility_key": KEY,
         "dtype": "bfloat16",
-        "layers": 4,
+        "layers": 3,
         "parameters": 42_500_000,
         "head_tokens": 12000,
     }
@@ -238,7 +239,7 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
         "is optimistic",
         "81.0 ms",
         "0 of 8 departed",
-        "departed from plain decoding: 1; 1 at a near tie",
+        "departed from plain decoding: 1; 1 at a near tie (at most 0.5 logits apart)",
         "60.4 % after 1,260,000 tokens (step 60)",
         "30.4 %",
         "lower is better",

@@ -53,3 +53,17 @@ def uncached_greedy(model, prompt: list[int], tokens: int, allowed: int | None =
 def next_logits(model, ids: list[int]) -> torch.Tensor:
     """Logits after `ids`, without a cache, [vocab]."""
     return model(torch.tensor([ids]), use_cache=False).logits[0, -1]
+
+
+def chain(following: dict[int, int], vocabulary: int = 16) -> LlamaForCausalLM:
+    """A target whose greedy token depends on the last one alone: `following` says how."""
+    model = tiny_llama(vocabulary=vocabulary, tie_word_embeddings=False)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(vocabulary, model.config.hidden_size))
+        model.lm_head.weight.zero_()
+        for token, successor in following.items():
+            model.lm_head.weight[successor, token] = 1.0
+    return model

@@ -310,7 +310,7 @@ def _lossless_sentences(metrics: dict[str, Any]) -> list[str]:
         legal = sum(item["legal"] for item in judged)
         sentences.append(
             f"Timed {settings['dtype']} runs that departed from plain decoding: {len(judged)}; {legal} at a near tie"
-            f" that float32 confirms, which is legal, {len(judged) - legal} elsewhere. Only the first departure of a"
+            f" (at most {lossless['near_tie_gap']:g} logits apart) that float32 confirms, which is legal, {len(judged) - legal} elsewhere. Only the first departure of a"
             " run is judged."
         )
     return sentences

@@ -1,7 +1,7 @@
 """Distillation of a draft from stored target probabilities, on transformers' Trainer.
 
-The loss is computed at the answers' tokens, and the prompts' if asked for, over the draft's trimmed head, and normalised by the answer tokens of the
-whole optimiser step. The Trainer brings heavy optional packages along where they are installed, hence its place here.
+The loss is computed at the answers' tokens, and the prompts' if asked for, over the draft's trimmed head, and normalised
+by the number of those tokens in the whole optimiser step. The Trainer brings heavy optional packages along where they are installed, hence its place here.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def check_plain_head(model: PreTrainedModel) -> None:
 
 
 def answer_logits(model: PreTrainedModel, batch: dict[str, Tensor], head_token_ids: Tensor | None) -> Tensor:
-    """The draft's logits before each answer token, [n, head]; the whole head when `head_token_ids` is None."""
+    """The draft's logits before each scored token, [n, head]; the whole head when `head_token_ids` is None."""
     known = batch["input_ids"].clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
     hidden = model.get_decoder()(input_ids=known, use_cache=False).last_hidden_state
     count = len(batch["query"])

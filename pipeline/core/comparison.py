@@ -155,11 +155,7 @@ def evaluate(
         "candidates": candidates,
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
-        "costs": {
-            "cost_ratio": costs.cost_ratio,
-            "draft_step_seconds": costs.draft_step_seconds,
-            "target_pass_seconds": {str(k + 1): seconds for k, seconds in costs.target_pass_seconds.items()},
-        },
+        "costs": costs.document(),
         "served_gap": gap,
         "warnings": _warnings(gap, models.domain),
         "machine": machine(),
@@ -304,6 +300,7 @@ def _lossless(
         plain_tokens = {answer.prompt_id: run.sequence.token_ids for answer, run in zip(timed, plain, strict=True)}
         judged = judge_departures(precise.target, requests, prompts, plain_tokens, config.near_tie_gap)
         result["half_precision_departures"] = judged
+        result["near_tie_gap"] = config.near_tie_gap
         if not all(departure["legal"] for departure in judged):
             result["value"] = 0.0
     return result

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +35,14 @@ class Costs:
     def verify_cost(self, k: int) -> float:
         """v(k): a target pass over k + 1 tokens / over 1 token."""
         return self.target_pass_seconds[k] / self.target_pass_seconds[0]
+
+    def document(self) -> dict[str, Any]:
+        """As metrics.json keeps them; `target_pass_seconds` by the number of tokens in the pass."""
+        return {
+            "cost_ratio": self.cost_ratio,
+            "draft_step_seconds": self.draft_step_seconds,
+            "target_pass_seconds": {str(k + 1): seconds for k, seconds in self.target_pass_seconds.items()},
+        }
 
 
 def measured_cost_speedup(tokens_per_round: float, k: int, costs: Costs) -> float:

@@ -132,6 +132,17 @@ def test_training_lowers_the_loss_and_reports_history(target, answers, tmp_path)
     assert (tmp_path / "history.csv").read_text().startswith("step,tokens,loss,learning_rate,dev_token_acceptance\n")
 
 
+def test_padding_rows_of_the_draft_play_no_part_in_training(target, answers, tmp_path):
+    """T01: rows beyond the tokenizer's ids are huge, and the loss stays finite and falls."""
+    draft = tiny_llama(std=0.1, vocabulary=104, num_hidden_layers=2, tie_word_embeddings=False)
+    with torch.no_grad():
+        draft.lm_head.weight[100:] = 1e4
+    history = distill(draft, answers, answers[:2], HEAD, config(), seed=0, checkpoints=tmp_path / "c")
+    losses = [row["loss"] for row in history if "loss" in row]
+    assert np.isfinite(losses).all() and losses[-1] < losses[0]
+    assert bool((draft.lm_head.weight[100:] == 1e4).all())
+
+
 def test_accumulation_equals_one_large_batch(target, answers, tmp_path, monkeypatch):
     """Normalised by the answer tokens of the whole step: four micro-batches or one give the same update."""
     monkeypatch.setattr(trainer, "resolve_dtype", lambda *_: torch.float32)

@@ -344,6 +344,20 @@ def test_padded_vocabularies_never_emit_padding(target_rows, draft_rows):
     assert all(math.isfinite(value) for value in result.sequences[0].logprobs.token)
 
 
+def test_a_token_that_the_draft_lacks_is_emitted_and_read_but_never_drafted():
+    """T03: the target has one token more than the draft's embedding has rows."""
+    target, draft = tiny_llama(vocabulary=101, std=0.1), tiny_llama(vocabulary=100)
+    draft.load_state_dict({n: t[:100] if len(t) == 101 else t for n, t in target.state_dict().items()})
+    config = DecodeConfig(draft_length=3, max_new_tokens=20, temperature=1.0)
+    result = decode(target, draft, [[100, 5], *([[6]] * 40)], config, seed=1)
+    assert any(100 in sequence.token_ids[:-1] for sequence in result.sequences)
+    assert 0 < result.stats.accepted < result.stats.drafted
+    greedily = greedy(4, 30)
+    assert tokens_of(decode(target, draft, [[100, 5]], greedily)) == tokens_of(
+        decode(target, None, [[100, 5]], greedily)
+    )
+
+
 def test_trimmed_head_drafts_only_its_tokens_and_stays_lossless():
     target = tiny_llama()
     head = list(range(0, 100, 2))
