@@ -45,7 +45,7 @@ def run(config: Config) -> None:
     models = Contestants(target.model, undistilled, distilled, head, half_weights, vocabulary, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
-    identity = {"name": config.target.name, "id": config.target.id}
+    identity = {"name": config.target.name, "id": config.target.id, "revision": config.target.revision}
     draft = read_draft_facts(input_path("data/draft"))["fingerprint"]
     key = target.compatibility_key
     metrics = {"target": identity, "compatibility_key": key, "draft_fingerprint": draft, **outcome.metrics}

@@ -166,6 +166,7 @@ def _tags(inputs: Inputs) -> dict[str, Any]:
         **key,
         "fingerprint": inputs.draft["fingerprint"],
         "target": inputs.metrics["target"]["id"],
+        "target_revision": inputs.metrics["target"]["revision"] or "",
         "domain": inputs.metrics["domain"],
         "draft_length": inputs.metrics["settings"]["draft_length"],
         "gate": inputs.verdict["gate"],
@@ -196,7 +197,7 @@ tags: [speculative-decoding, draft-model]
 # {model_name}
 
 A draft model for speculative decoding in the domain {inputs.metrics["domain"]!r}. It is valid for one target only,
-{target["id"]}:
+{target["id"]} (revision {target["revision"] or "as installed"}):
 
 {key}
 

@@ -87,10 +87,14 @@ def test_an_edit_in_conf_reruns_exactly_its_stage(clone):
 
 def test_stages_run_from_any_folder_and_with_chdir(clone, tmp_path):
     """P04: paths are the project's, whatever the working directory."""
-    before = (clone / "data/gate/verdict.json").read_bytes()
+    written = ("prompts/train.parquet", "gate/verdict.json", "report/index.html")
+    before = [(clone / "data" / name).read_bytes() for name in written]
     arguments = ["experiment=smoke", "hydra.job.chdir=true", f"hydra.run.dir={tmp_path}/job"]
-    checked([sys.executable, "-m", "pipeline.gate", *arguments], tmp_path, PYTHONPATH=str(clone))
-    assert json.loads(before)["passed"] and read(clone, "data/gate/verdict.json")["passed"]
+    for stage, name in (("prepare", written[0]), ("gate", written[1]), ("report", written[2])):
+        (clone / "data" / name).unlink()
+        checked([sys.executable, "-m", f"pipeline.{stage}", *arguments], tmp_path, PYTHONPATH=str(clone))
+    assert [(clone / "data" / name).read_bytes() for name in written] == before
+    assert read(clone, "data/gate/verdict.json")["passed"]
     assert not (tmp_path / "data").exists()
 
 

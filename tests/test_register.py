@@ -41,7 +41,7 @@ def build_draft(folder: Path, seed: int = 0) -> None:
 def write_verdict(root: Path, acceptance: float) -> None:
     entry = {"value": acceptance, "interval": None, "count": 72, "reason": None}
     metrics = {
-        "target": {"name": "tiny", "id": "builtin:tiny", "fingerprint": "ffff"},
+        "target": {"name": "tiny", "id": "builtin:tiny", "revision": "v1"},
         "domain": "legal",
         "compatibility_key": KEY,
         "draft_fingerprint": fingerprint_files([root / "data/draft/model.safetensors"]),
@@ -124,6 +124,7 @@ def test_the_run_holds_configs_metrics_curves_and_tags(project, store):
     assert run.data.metrics["distill/loss"] == 1.0
     assert (run.data.tags["verdict"], run.data.tags["gate"]) == ("passed", "smoke")
     assert run.data.tags["compatibility.tokenizer"] == KEY["tokenizer"]
+    assert (run.data.tags["target"], run.data.tags["target_revision"]) == ("builtin:tiny", "v1")
     text = Path(store.client.download_artifacts(run.info.run_id, "config/draft.yaml")).read_text()
     assert "x" * 10_000 in text
     card = Path(store.client.download_artifacts(run.info.run_id, "draft/model/README.md")).read_text()

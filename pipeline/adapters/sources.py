@@ -29,7 +29,8 @@ from pipeline.core.prompts import Document
 
 logger = logging.getLogger(__name__)
 
-ROW_FIELDS = ("text", "prompt", "messages")
+ROW_FIELDS = ("text", "prompt", "messages", "conversations")
+CHAT_ROLES = {"human": "user", "gpt": "assistant"}  # as `conversations` call them
 MIN_LICENCE_WORDS = 40
 DOCSTRING_WORDS = range(12, 31)
 CHAT_MIN_TURNS = 6
@@ -133,8 +134,8 @@ def _row_documents(source: SourceConfig, rows: Iterator[tuple[str, Any]]) -> Ite
 
 def _row_document(source: SourceConfig, place: str, name: str, value: Any) -> Document | None:
     """The document of one row (content-based id), or None for blank content."""
-    if name == "messages":
-        messages = _messages(place, value)
+    if name in ("messages", "conversations"):
+        messages = _messages(place, value if name == "messages" else _chat_messages(value))
     elif isinstance(value, str):
         messages = ({"role": "user", "content": value},) if name == "prompt" else None
     else:
@@ -150,6 +151,19 @@ def _row_document(source: SourceConfig, place: str, name: str, value: Any) -> Do
     return Document(f"{source.name}/{identity}", source.name, source.domain, text, messages)
 
 
+def _chat_messages(conversations: Any) -> Any:
+    """A conversation with the fields `from` and `value`, as many public chat sets have them, as `messages`."""
+    from trl.data_utils import maybe_convert_to_chatml
+
+    messages = maybe_convert_to_chatml({"conversations": conversations})["messages"]
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**turn, "role": CHAT_ROLES.get(turn.get("role"), turn.get("role"))} if isinstance(turn, dict) else turn
+        for turn in messages
+    ]
+
+
 def _messages(place: str, value: Any) -> tuple[dict[str, str], ...]:
     """Role and content of each message; other keys and trailing assistant turns, which are answers, are left out."""
     wellformed = isinstance(value, list) and all(
@@ -158,13 +172,14 @@ def _messages(place: str, value: Any) -> tuple[dict[str, str], ...]:
     )
     if not wellformed:
         raise PipelineError(
-            f"{place}: messages is not a list of {{role, content}} with text in both.", "correct the row."
+            f"{place}: the chat is not a list of {{role, content}} (or {{from, value}}) with text in both.",
+            "correct the row.",
         )
     messages = [{"role": message["role"], "content": message["content"]} for message in value]
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise PipelineError(f"{place}: messages holds no turn to answer.", "add a user turn or remove the row.")
+        raise PipelineError(f"{place}: the chat holds no turn to answer.", "add a user turn or remove the row.")
     return tuple(messages)
 
 
@@ -188,7 +203,7 @@ def _jsonl_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_jsonl(source: SourceConfig, root: Path) -> Iterator[Document]:
-    """One document per line: `text` (cut into prompts), or `prompt` or `messages` (used as they are)."""
+    """One document per line: `text` (cut into prompts), or `prompt`, `messages` or `conversations` (used as they are)."""
     for file in find_files(source.path, root):
         yield from _row_documents(source, _jsonl_rows(file))
 
@@ -212,7 +227,7 @@ def _parquet_rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_parquet(source: SourceConfig, root: Path) -> Iterator[Document]:
-    """One document per row, from the columns `text`, `prompt` or `messages`; other columns are not read."""
+    """One document per row, from the columns `text`, `prompt`, `messages` or `conversations`; others are not read."""
     for file in find_files(source.path, root):
         yield from _row_documents(source, _parquet_rows(file))
 

@@ -54,8 +54,10 @@ def test_row_ids_depend_on_content_and_repeats_stay_apart(tmp_path):
         (b"[1]\n", "a.jsonl, line 1: no field"),
         (b'{"text": 5}\n', "a.jsonl, line 1: text is int"),
         (b'{"text": "\\ud800"}\n', "a.jsonl, line 1: text holds half a surrogate"),
-        (b'{"messages": [{"role": "user"}]}\n', "a.jsonl, line 1: messages is not a list"),
-        (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl, line 1: messages holds no turn"),
+        (b'{"conversations": "hello"}\n', "a.jsonl, line 1: the chat is not a list"),
+        (b'{"conversations": [7, {"from": "human"}]}\n', "a.jsonl, line 1: the chat is not a list"),
+        (b'{"messages": [{"role": "user"}]}\n', "a.jsonl, line 1: the chat is not a list"),
+        (b'{"messages": [{"role": "assistant", "content": "x"}]}\n', "a.jsonl, line 1: the chat holds no turn"),
         (b"", "a.jsonl holds no rows"),
         (b"\n\n", "a.jsonl holds no rows"),
         (b'{"text": null}\n', r"a.jsonl\) holds no document"),
@@ -65,6 +67,14 @@ def test_faulty_jsonl_names_file_and_line(tmp_path, content, message):
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(PipelineError, match=message):
         read(tmp_path, "jsonl", "a.jsonl")
+
+
+def test_conversations_are_chats_under_other_names(tmp_path):
+    turns = [("human", "hello"), ("gpt", "hi"), ("human", "draft a clause"), ("gpt", "whereas")]
+    write_rows(tmp_path / "a.jsonl", [{"conversations": [{"from": who, "value": text} for who, text in turns]}])
+    (document,) = read(tmp_path, "jsonl", "a.jsonl")
+    assert [message["role"] for message in document.messages] == ["user", "assistant", "user"]
+    assert document.text == "hello\nhi\ndraft a clause"
 
 
 def test_blank_rows_and_trailing_answers_are_left_out(tmp_path, caplog):

@@ -190,12 +190,16 @@ def test_stop_string_spanning_tokens_inside_a_block():
     assert stop
     results = []
     for draft in (None, copy.deepcopy(target), noisy_copy(target, 0.02)):
-        config = greedy(8, 30, stop=(stop,), allowed_token_ids=range(259))
+        config = greedy(8, 30, stop=(stop,), allowed_token_ids=range(259), return_logprobs=2)
         results.append(decode(target, draft, [prompt], config, tokenizer=tokenizer).sequences[0])
     assert {(tuple(r.token_ids), r.text, r.finish_reason) for r in results} == {
         (tuple(results[0].token_ids), tokenizer.decode(plain.token_ids).split(stop)[0], "stop")
     }
     needed = len(results[0].token_ids)
+    for result in results:
+        assert len(result.logprobs.token) == len(result.logprobs.top_ids) == len(result.timestamps) == needed
+        assert sum(block.emitted for block in result.rounds) == needed - 1
+        assert all(block.accepted <= block.drafted for block in result.rounds)
     for cap, reason in ((needed - 1, "length"), (needed, "stop")):
         config = greedy(8, cap, stop=(stop,), allowed_token_ids=range(259))
         assert (
