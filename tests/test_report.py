@@ -110,7 +110,7 @@ def sample_metrics(domain="legal"):
         },
         "reference": {"transformers_plain_tokens_per_second": 19.24, "our_plain_tokens_per_second": 23.11},
         "costs": {"cost_ratio": 0.152, "draft_step_seconds": 0.0067, "target_pass_seconds": seconds},
-        "served_gap": {"token_acceptance": 0.62, "first_drafted_token": 0.71, "gap": 0.09},
+        "served_gap": {"predicted_first_drafted_token": 0.62, "first_drafted_token": 0.71, "gap": 0.09},
         "warnings": ["served acceptance of the first drafted token on legal is 0.71, token acceptance is 0.62"],
         "machine": {"processor": "Some CPU (AVX512)", "threads": 2, "accelerator": None, "torch": "2.11.0"},
     }

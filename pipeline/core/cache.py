@@ -154,7 +154,7 @@ class CachedModel:
     """A causal language model together with a ragged cache of `rows` rows.
 
     The model given is left untouched; on a CPU its linear layers are replaced by prepacked ones in a view of it, with
-    `half_weights` in float16.
+    `half_weights` in half as many bytes.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, half_weights: bool = False) -> None:

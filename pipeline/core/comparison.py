@@ -35,7 +35,7 @@ from pipeline.core.evaluation import (
     time_one,
 )
 from pipeline.core.linear import pack_linear_layers
-from pipeline.core.metrics import acceptance_by_position, aggregate, no_data
+from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, no_data
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
@@ -48,7 +48,7 @@ class DecodeSettings(Sampling):
     """How the draft is served: the sampling, and the tokens drafted per round."""
 
     draft_length: int | None = None  # k; null: chosen on dev
-    draft_half_weights: bool = False  # on a CPU, stream the draft's float32 weights in float16
+    draft_half_weights: bool = False  # on a CPU, stream the draft's weights in half as many bytes
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -140,7 +140,9 @@ def evaluate(
     engine = _engine(packed, settings, config, [LOOKUP, UNDISTILLED, DISTILLED])
     requests, plain = time_candidates(engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden")
     candidates = _candidates(requests, agreements, settings.draft_length, costs, config)
-    gap = served_gap(candidates[DISTILLED], models.domain)
+    decoded = {answer.prompt_id for answer in timed if answer.domain == models.domain}
+    agreed = [row for row in agreements[DISTILLED] if row.prompt_id in decoded]
+    gap = served_gap(candidates[DISTILLED], models.domain, agreed, settings.draft_length, config.max_new_tokens)
     metrics = {
         "domain": models.domain,
         "settings": {
@@ -331,13 +333,15 @@ def _reference(
     }
 
 
-def served_gap(distilled: dict[str, dict], domain: str) -> dict[str, float | None]:
-    """Token acceptance on golden answers beside what the decoder accepted first in its rounds, and what separates them."""
-    metrics = distilled.get(domain, {})
-    forced = metrics.get("token_acceptance_trimmed_head", {}).get("value")
-    served = (metrics.get("acceptance_by_position", {}).get("value") or [None])[0]
-    gap = None if forced is None or served is None else served - forced
-    return {"token_acceptance": forced, "first_drafted_token": served, "gap": gap}
+def served_gap(
+    distilled: dict[str, dict], domain: str, agreements: list[Agreement], draft_length: int, tokens: int
+) -> dict[str, float | None]:
+    """How often the decoder accepted the first drafted token on the target domain, beside what teacher-forced agreement
+    on the same prompts' golden answers predicts; `tokens` of each were decoded."""
+    predicted = expected_first_acceptance([row.overlaps[:tokens] for row in agreements], draft_length)
+    served = (distilled.get(domain, {}).get("acceptance_by_position", {}).get("value") or [None])[0]
+    gap = None if predicted is None or served is None else served - predicted
+    return {"predicted_first_drafted_token": predicted, "first_drafted_token": served, "gap": gap}
 
 
 def _warnings(served: dict[str, float | None], domain: str) -> list[str]:
@@ -345,8 +349,8 @@ def _warnings(served: dict[str, float | None], domain: str) -> list[str]:
     if served["gap"] is None or abs(served["gap"]) <= SERVED_GAP_WORTH_A_WARNING:
         return []
     return [
-        f"served acceptance of the first drafted token on {domain} is {served['first_drafted_token']:.2f}, token acceptance"
-        f" on golden answers is {served['token_acceptance']:.2f}: check that answers, template and sampling are those of"
+        f"served acceptance of the first drafted token on {domain} is {served['first_drafted_token']:.2f}, the golden answers"
+        f" predict {served['predicted_first_drafted_token']:.2f}: check that answers, template and sampling are those of"
         " production"
     ]
 

@@ -58,7 +58,7 @@ class ModelDrafter:
 
     The distribution is renormalised over those ids, so any choice of them keeps decoding lossless; the fewer they are,
     the cheaper a draft step is. A token of the target that the draft has no embedding for is shown to it as its last one.
-    So is `half_weights`: on a CPU, float32 weights are streamed in float16.
+    So is `half_weights`: on a CPU, weights are streamed in half as many bytes.
     """
 
     def __init__(

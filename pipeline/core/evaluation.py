@@ -166,6 +166,7 @@ class Agreement:
     tokens: int
     trimmed_head: float
     full_head: float | None
+    overlaps: list[float]  # trimmed head, at each position
 
 
 def teacher_forced(
@@ -199,7 +200,9 @@ def teacher_forced(
                 stop = start + len(answer.answer_ids)
                 sums = {name: values[start:stop].sum().item() for name, values in overlap.items()}
                 looping = is_looping(answer.answer_ids)
-                found.append(Agreement(answer.prompt_id, answer.domain, answer.cluster, looping, stop - start, **sums))
+                own = overlap["trimmed_head"][start:stop].tolist()
+                facts = (answer.prompt_id, answer.domain, answer.cluster, looping, stop - start)
+                found.append(Agreement(*facts, **sums, overlaps=own))
                 start = stop
     return found
 
@@ -221,15 +224,12 @@ def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
     found = []
     for answer in answers:
         prompt, tokens = answer.prompt_ids.tolist(), answer.answer_ids.tolist()
-        hits = 0
+        hits = []
         for index, token in enumerate(tokens):
             proposal = drafter.propose([prompt + tokens[:index]], [1], torch.zeros(1, dtype=torch.long))
-            hits += proposal.token_ids.flatten().tolist() == [token]
-        found.append(
-            Agreement(
-                answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids), len(tokens), hits, None
-            )
-        )
+            hits.append(float(proposal.token_ids.flatten().tolist() == [token]))
+        facts = (answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids), len(tokens))
+        found.append(Agreement(*facts, trimmed_head=sum(hits), full_head=None, overlaps=hits))
     return found
 
 

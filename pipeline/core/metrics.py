@@ -96,6 +96,28 @@ def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft
     return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]
 
 
+def expected_first_acceptance(overlaps: Sequence[Sequence[float]], draft_length: int) -> float | None:
+    """Share of rounds whose first drafted token is accepted, as teacher-forced agreement predicts it.
+
+    `overlaps`: sum(min(p, q)) at every position of each answer; 0 or 1 greedily. Hard stretches of a text begin more
+    rounds than easy ones, so this is usually lower than the mean overlap. An answer's first token comes from the prefill.
+    """
+    rounds = accepted = 0.0
+    for overlap in overlaps:
+        begins = np.zeros(len(overlap) + draft_length + 2)
+        begins[1] = 1.0
+        for start in range(1, len(overlap)):
+            kept = float(begins[start])
+            rounds += kept
+            accepted += kept * float(overlap[start])
+            for position in range(start, start + draft_length):
+                share = overlap[position] if position < len(overlap) else 0.0
+                begins[position + 1] += kept * (1 - share)
+                kept *= share
+            begins[start + draft_length + 1] += kept
+    return accepted / rounds if rounds > 0 else None
+
+
 def aggregate(rows: Sequence[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:
     """Rows grouped by `key`, and all of them under "all"."""
     groups: dict[str, list[Any]] = {}

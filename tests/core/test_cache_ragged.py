@@ -12,7 +12,14 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 from pipeline.core.cache import CachedModel
 from pipeline.core.decoding import DecodeConfig, decode
 from pipeline.core.drafters import ModelDrafter
-from pipeline.core.linear import HAS_FBGEMM, HalfWeightLinear, PackedLinear, can_pack, pack_linear_layers
+from pipeline.core.linear import (
+    HAS_FBGEMM,
+    HalfWeightLinear,
+    Int8WeightLinear,
+    PackedLinear,
+    can_pack,
+    pack_linear_layers,
+)
 
 SHAPE = {
     "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -67,11 +74,30 @@ def test_packed_layers_compute_the_same_and_leave_the_model_alone():
 def test_bfloat16_layers_are_packed_where_the_processor_computes_in_it():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval().to(torch.bfloat16)
-    view = pack_linear_layers(model, half_weights=True)
+    view = pack_linear_layers(model)
     assert isinstance(view.lm_head, PackedLinear) == torch.ops.mkldnn._is_mkldnn_bf16_supported()
     ids = torch.randint(0, 100, (2, 9))
     with torch.inference_mode():
         assert torch.allclose(view(ids).logits, model(ids).logits, atol=0.02 * model(ids).logits.abs().max())
+
+
+def test_8_bit_weights_move_logits_little_and_mean_the_same_in_every_batch():
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS["mistral"]).eval().to(torch.bfloat16)
+    view = pack_linear_layers(model, half_weights=True)
+    if not isinstance(view.lm_head, Int8WeightLinear):
+        assert not can_pack(model.lm_head)
+        return
+    ids = torch.randint(0, 100, (8, 9))
+    with torch.inference_mode():
+        exact, rounded = model(ids).logits, view(ids).logits
+        largest = exact.abs().max()
+        assert 0 < (rounded - exact).abs().max() < 0.1 * largest
+        states = torch.randn(8, 64, dtype=torch.bfloat16)
+        many = view.lm_head(states)
+        few = torch.cat([view.lm_head(states[:3]), view.lm_head(states[3:5]), view.lm_head(states[5:])])
+        assert torch.allclose(many, few, atol=0.01 * many.abs().max())
+        assert (many - model.lm_head(states)).abs().max() > 0
 
 
 def test_half_weights_move_logits_little_and_rows_do_not_depend_on_each_other():

@@ -21,7 +21,7 @@ from pipeline.core.comparison import (
     summarise,
 )
 from pipeline.core.drafters import ModelDrafter
-from pipeline.core.evaluation import near_tie_gap, teacher_forced
+from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
 from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(
@@ -124,15 +124,13 @@ def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):
 def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():
     """S09"""
 
-    def metrics(forced, served):
-        return {
-            "legal": {
-                "token_acceptance_trimmed_head": {"value": forced},
-                "acceptance_by_position": {"value": [served, 0.2]},
-            }
-        }
+    agreed = [Agreement("p", "legal", "c", False, 5, 2.0, None, [1.0, 1.0, 0.0, 1.0, 0.0])]
 
-    near, far = (served_gap(metrics(0.5, served), "legal") for served in (0.45, 0.30))
-    assert far == {"token_acceptance": 0.5, "first_drafted_token": 0.3, "gap": pytest.approx(-0.2)}
-    assert _warnings(near, "legal") == [] and "0.30" in _warnings(far, "legal")[0]
-    assert served_gap({}, "legal")["gap"] is None and _warnings(served_gap({}, "legal"), "legal") == []
+    def gap(served):
+        return served_gap({"legal": {"acceptance_by_position": {"value": [served, 0.2]}}}, "legal", agreed, 2, 5)
+
+    near, far = gap(0.45), gap(0.30)  # rounds begin at positions 1 (accepted) and 3 (accepted): all of two
+    assert far == {"predicted_first_drafted_token": 1.0, "first_drafted_token": 0.3, "gap": pytest.approx(-0.7)}
+    assert _warnings(gap(0.95), "legal") == [] and "0.30" in _warnings(far, "legal")[0] and _warnings(near, "legal")
+    nothing = served_gap({}, "legal", [], 2, 5)
+    assert nothing["gap"] is None and _warnings(nothing, "legal") == []

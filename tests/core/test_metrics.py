@@ -5,7 +5,7 @@ import pytest
 
 from pipeline.core.cost_model import Costs, best_draft_length, classic_speedup, measured_cost_speedup, simple_speedup
 from pipeline.core.evaluation import Agreement, agreement_metrics
-from pipeline.core.metrics import acceptance_by_position, aggregate, ratio, ratio_measure
+from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, ratio, ratio_measure
 
 
 def test_ratio_of_sums_and_no_data():
@@ -38,6 +38,26 @@ def test_acceptance_by_position_is_unconditional_and_leaves_out_what_the_end_cut
     assert acceptance_by_position([[(1, 2)]], 4) is None
 
 
+@pytest.mark.parametrize("draft_length", [1, 2, 5])
+def test_expected_first_acceptance_is_what_rounds_over_the_answers_give(draft_length):
+    rng = np.random.default_rng(draft_length)
+    answers = [(rng.random(40) < 0.6).astype(float).tolist() for _ in range(20)]
+    firsts = []
+    for agreed in answers:
+        position = 1
+        while position < len(agreed):
+            block = [*agreed[position : position + draft_length], 0.0]
+            run = block.index(0.0)
+            firsts.append(run > 0)
+            position += run + 1
+    found = expected_first_acceptance(answers, draft_length)
+    assert found == pytest.approx(np.mean(firsts))
+    runs = [[1.0, *[1.0] * 8, *[0.0] * 8]]
+    assert expected_first_acceptance(runs, draft_length) < np.mean(runs), "hard stretches begin more rounds"
+    assert expected_first_acceptance([[0.3, 0.5, 0.5]], 1) == pytest.approx(0.5)
+    assert expected_first_acceptance([[1.0]], 3) is None
+
+
 def test_predicted_speedups():
     costs = Costs(draft_step_seconds=0.1, target_pass_seconds={0: 1.0, 1: 1.0, 3: 1.2})
     assert costs.cost_ratio == pytest.approx(0.1) and costs.verify_cost(3) == pytest.approx(1.2)
@@ -51,13 +71,13 @@ def test_predicted_speedups():
 
 
 def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():
-    rows = [Agreement("a", "legal", "1", True, 10, 10, 9), Agreement("b", "legal", "2", False, 10, 4, 2)]
+    rows = [Agreement("a", "legal", "1", True, 10, 10, 9, []), Agreement("b", "legal", "2", False, 10, 4, 2, [])]
     found = agreement_metrics(rows, 100)
     assert found["token_acceptance_trimmed_head"]["value"] == 0.7
     assert found["token_acceptance_full_head"]["value"] == 0.55
     assert found["token_acceptance_without_loops"]["value"] == 0.4
     assert agreement_metrics(rows[:1], 100)["token_acceptance_without_loops"]["reason"] == "every answer loops"
-    lookup = [Agreement("a", "legal", "1", False, 10, 3, None)]
+    lookup = [Agreement("a", "legal", "1", False, 10, 3, None, [])]
     assert agreement_metrics(lookup, 100)["token_acceptance_full_head"]["value"] is None
 
 
