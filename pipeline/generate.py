@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import hydra
+import pyarrow as pa
 import pyarrow.parquet as pq
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from pipeline.adapters.targets import Target
 from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files, read_json
 from pipeline.core.decoding import DecodeConfig
+from pipeline.core.errors import PipelineError
 from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_seed
 from pipeline.core.models import ModelConfig, default_device, resolve_dtype
 from pipeline.core.sampling import Sampling
@@ -60,6 +62,11 @@ class Config:
 
 def run(config: Config) -> None:
     target = Target(config.target, input_path(""))
+    if config.generate.top_logprobs > target.vocabulary_size:
+        raise PipelineError(
+            f"generate.top_logprobs is {config.generate.top_logprobs}, the target has {target.vocabulary_size} tokens.",
+            "lower it; 20 is plenty.",
+        )
     files = {split: input_path(f"data/prompts/{split}.parquet") for split in SPLITS}
     prompts = {split: _read_prompts(path, target, config) for split, path in files.items()}
     facts = {
@@ -84,7 +91,10 @@ def run(config: Config) -> None:
 
 
 def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:
-    rows = pq.read_table(path).to_pylist()
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise PipelineError(f"{path} cannot be read ({error}).", "run `dvc repro prepare`.") from None
     limit = target.max_positions and target.max_positions - config.generate.max_new_tokens
     encoded = encode_prompts(target.tokenizer, rows, limit)
     return [
@@ -98,7 +108,7 @@ def _answer_all(
 ) -> dict[str, Answer]:
     """Answer what the cache lacks, in shards that are whole once they have their name; answers by prompt id."""
     settings = config.generate
-    answers = {answer.prompt_id: answer for path in sorted(cache.glob("*.parquet")) for answer in read_shard(path)}
+    answers = {answer.prompt_id: answer for path in sorted(cache.glob("*.parquet")) for answer in _kept_shard(path)}
     sampled = {prompt.prompt_id for prompt in prompts["train"] if _is_sampled(prompt, config)}
     waiting = [prompt for rows in prompts.values() for prompt in rows if prompt.prompt_id not in answers]
     total = len(waiting) * settings.max_new_tokens
@@ -124,6 +134,15 @@ def _answer_all(
                 if len(fresh) % settings.shard_rows == 0:
                     _save_progress(cache, fresh[-settings.shard_rows :], facts)
     return answers
+
+
+def _kept_shard(path: Path) -> list[Answer]:
+    """The answers of a shard that an earlier run kept; one that is damaged is dropped, and answered again."""
+    try:
+        return read_shard(path)
+    except PipelineError:
+        path.unlink()
+        return []
 
 
 def _is_sampled(prompt: EncodedPrompt, config: Config) -> bool:

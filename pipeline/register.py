@@ -10,7 +10,7 @@ Does:   logs configs, metrics and training curves in one run. If the gate passed
 
 from __future__ import annotations
 
-import json
+import re
 import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,6 +35,12 @@ class RegistryConfig:
     model_name: str  # of the registered model
     alias: str  # set on the registered version
     timeout_seconds: float  # to wait for a server's answer at the start
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[\w-]+", self.alias) or self.alias == "latest" or re.fullmatch(r"[vV]\d+", self.alias):
+            raise ValueError(f"registry.alias {self.alias!r} must be letters, digits, _ and -, not 'latest' or 'v1'")
+        if not self.model_name.strip() or {"/", ":"} & set(self.model_name):
+            raise ValueError(f"registry.model_name {self.model_name!r} must not be empty nor hold / or :")
 
 
 @dataclass
@@ -96,9 +102,11 @@ def _read_inputs() -> Inputs:
     inputs = Inputs(
         draft=read_json(input_path("data/draft/draft.json"), "domain-draft/draft", 1),
         metrics=read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1),
-        summary=json.loads(input_path("data/eval/summary.json").read_text(encoding="utf-8")),
+        summary=read_json(input_path("data/eval/summary.json"), "domain-draft/summary", 1),
         verdict=read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1),
     )
+    if not input_path("data/distill/history.csv").is_file():
+        raise PipelineError("data/distill/history.csv does not exist.", "run `dvc repro distill`.")
     if inputs.draft["compatibility_key"] != inputs.metrics["compatibility_key"]:
         raise PipelineError(
             "data/draft and data/eval/metrics.json belong to different targets (their compatibility keys differ).",
@@ -155,9 +163,14 @@ def _log_run(store: Any, run_id: str, config: Config, inputs: Inputs) -> None:
     store.log_files(run_id, {**{f"config/{name}.yaml": path for name, path in configs.items()}, **files})
     params = {name: OmegaConf.to_container(OmegaConf.load(path)) for name, path in configs.items()}
     store.log_params(run_id, {**params, "gate": inputs.verdict["config"], "register": asdict(config)})
-    numbers = {name: value for name, value in inputs.summary.items() if isinstance(value, int | float)}
+    numbers = {name: value for name, value in _figures(inputs).items() if isinstance(value, int | float)}
     store.log_metrics(run_id, numbers)
     store.log_curves(run_id, "distill", input_path("data/distill/history.csv"))
+
+
+def _figures(inputs: Inputs) -> dict[str, Any]:
+    """The summary without its schema."""
+    return {name: value for name, value in inputs.summary.items() if name not in ("schema", "schema_version")}
 
 
 def _tags(inputs: Inputs) -> dict[str, Any]:
@@ -187,7 +200,7 @@ def _git_tags() -> dict[str, str]:
 def _card(model_name: str, inputs: Inputs) -> str:
     """The model card: what the draft is for, what was measured, how to load it."""
     target, settings = inputs.metrics["target"], inputs.metrics["settings"]
-    rows = "\n".join(f"| {name} | {value} |" for name, value in inputs.summary.items())
+    rows = "\n".join(f"| {name} | {value} |" for name, value in _figures(inputs).items())
     key = "\n".join(f"- {name}: {value}" for name, value in inputs.draft["compatibility_key"].items())
     verdict = "\n".join(f"- {line}" for line in verdict_lines(inputs.verdict))
     return f"""---

@@ -59,6 +59,8 @@ def typed_config(cfg: DictConfig, schema: type[ConfigT]) -> ConfigT:
         raise PipelineError(
             f"The configuration lacks {', '.join(missing)}.", "run `make params` to compose params.yaml anew."
         )
+    if "seed" in names and isinstance(cfg.seed, int) and cfg.seed < 0:
+        raise PipelineError(f"seed is {cfg.seed}.", "give a number from 0 on.")
     try:
         return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.masked_copy(cfg, names)))
     except (OmegaConfBaseException, ValueError) as error:

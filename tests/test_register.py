@@ -79,7 +79,7 @@ def project(root, tmp_path, monkeypatch):
     build_draft(root / "data/draft")
     write_verdict(root, acceptance=0.5)
     summary = {"speedup": 1.5, "draft_length": 3, "dtype": "float32", "rate": None}
-    (root / "data/eval/summary.json").write_text(json.dumps(summary))
+    write_json(root / "data/eval/summary.json", "domain-draft/summary", 1, summary)
     (root / "data/eval/config.yaml").write_text("decode:\n  draft_length: 3\n")
     (root / "data/distill").mkdir()
     (root / "data/distill/history.csv").write_text("step,tokens,loss,dev_token_acceptance\n1,10,2.0,\n2,20,1.0,0.3\n")
@@ -187,3 +187,26 @@ def test_an_unreachable_server_stops_before_anything_is_read(project, monkeypatc
     with pytest.raises(PipelineError, match="cannot be used"):
         register.run(config("unreachable"))
     assert time.monotonic() - start < 15
+
+
+@pytest.mark.parametrize("change", [{"alias": "v1"}, {"alias": "latest"}, {"alias": "a b"}, {"model_name": "a/b"}])
+def test_names_that_the_registry_refuses_are_refused_when_they_are_read(change):
+    values = {
+        "tracking_uri": None,
+        "experiment_name": "e",
+        "model_name": "m",
+        "alias": "candidate",
+        "timeout_seconds": 1,
+    }
+    with pytest.raises(ValueError, match="registry"):
+        register.RegistryConfig(**{**values, **change})
+
+
+@pytest.mark.parametrize("name", ["eval/summary.json", "distill/history.csv"])
+def test_a_missing_artifact_is_named_before_a_run_is_opened(project, store, name):
+    (project / "data" / name).unlink()
+    with pytest.raises(PipelineError, match=name):
+        register.run(config("incomplete"))
+    assert store.client.get_experiment_by_name("domain-draft") is None or not [
+        run for run in store.client.search_runs(["1"]) if run.info.run_name == "incomplete"
+    ]

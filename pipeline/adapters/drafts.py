@@ -127,5 +127,10 @@ def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]
             f"The draft in {folder} was distilled for another target (differs in {', '.join(differing)}).",
             "run `dvc repro distill` for this target.",
         )
-    head = json.loads((folder / "head_token_ids.json").read_text(encoding="utf-8"))
+    try:
+        head = json.loads((folder / "head_token_ids.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError):
+        head = None
+    if not head:
+        raise PipelineError(f"{folder}/head_token_ids.json is missing, broken or empty.", "run `dvc repro distill`.")
     return load_model(str(folder), ModelConfig(name=facts["name"], id=str(folder), dtype=facts["dtype"])), head

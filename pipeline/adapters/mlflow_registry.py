@@ -60,6 +60,11 @@ def resolve_tracking_uri(configured: str | None, root: Path) -> str:
     """
     uri = configured or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith("sqlite:///"):
+        if {"?", "#"} & set(str(root.resolve())):
+            raise PipelineError(
+                f"An SQLite store cannot lie in {root.resolve()}: its URI would end at the special character.",
+                "move the project to a path without ? and #, or set MLFLOW_TRACKING_URI to a server.",
+            )
         return f"sqlite:///{root.resolve() / uri.removeprefix('sqlite:///')}"
     return uri
 

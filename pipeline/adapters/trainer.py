@@ -24,7 +24,7 @@ from pipeline.core.artifacts import atomic_path
 from pipeline.core.batches import AnswerBatches, answer_logits, check_plain_head, greedy_agreement
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import forward_kl_top
-from pipeline.core.models import default_device, quiet_transformers, resolve_dtype
+from pipeline.core.models import default_device, max_positions, quiet_transformers, resolve_dtype
 from pipeline.core.training import DistillConfig
 
 COMPLETE = "complete"  # an empty file that is put into a checkpoint last
@@ -117,8 +117,9 @@ def distill(
     check_plain_head(draft)
     torch.manual_seed(seed)
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
-    batches = AnswerBatches(train, head_token_ids, config.tokens_per_forward, seed, config.train_on_prompts)
-    dev_batches = AnswerBatches(dev, head_token_ids, config.tokens_per_forward, seed)
+    common = (head_token_ids, config.tokens_per_forward, seed)
+    batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft))
+    dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft))
     accumulation = min(len(batches), max(1, round(config.tokens_per_step / config.tokens_per_forward)))
     steps = math.ceil(config.epochs * len(batches) / accumulation)
     tokens = sum(batch["input_ids"].numel() for batch in (batches[i] for i in range(len(batches))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -20,10 +21,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path`; rename it to `path` when the block ends without an error.
 
     Works for a file and for a directory: the block creates whichever it wants at the yielded path. Whatever lay at
-    `path` is replaced. After an error nothing remains.
+    `path` is replaced, and what a killed process left there under a temporary name is removed. After an error nothing
+    remains.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    for left_behind in path.parent.glob(f".{glob.escape(path.name)}.????????.tmp"):
+        _remove(left_behind)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         yield temporary
@@ -31,10 +35,14 @@ def atomic_path(path: Path) -> Iterator[Path]:
             shutil.rmtree(path)
         os.replace(temporary, path)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
-        else:
-            temporary.unlink(missing_ok=True)
+        _remove(temporary)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def write_json(path: Path, schema: str, version: int, facts: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ def _rounded_up(number: int, step: int) -> int:
 
 
 class AnswerBatches(Dataset):
-    """Answers grouped into batches of at most `tokens_per_forward` tokens, similar lengths together.
+    """Answers grouped into batches of at most `tokens_per_forward` tokens, similar lengths together; no batch is wider than
+    `max_positions`.
 
     The n scored tokens are the answers'; with `prompts` also those of the prompts after the first. Item i: input_ids
     [rows, length]; query [n], flat index of the position that predicts each scored token; labels [n], the scored tokens;
@@ -41,8 +42,10 @@ class AnswerBatches(Dataset):
         tokens_per_forward: int,
         seed: int,
         prompts: bool = False,
+        max_positions: int | None = None,
     ) -> None:
         self.prompts = prompts
+        self.max_positions = max_positions
         rng = np.random.default_rng(seed)
         order = sorted(rng.permutation(len(answers)), key=lambda i: _length(answers[i]))
         self.groups: list[list[Answer]] = [[]]
@@ -63,6 +66,7 @@ class AnswerBatches(Dataset):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         group = self.groups[index]
         width = _rounded_up(max(map(_length, group)), WIDTH_STEP)
+        width = min(width, self.max_positions or width)
         input_ids = np.zeros((len(group), width), dtype=np.int64)
         query, labels = [], []
         for row, answer in enumerate(group):

@@ -20,6 +20,7 @@ from pipeline.core import cost_model
 from pipeline.core.answers import Answer
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import (
     Agreement,
     Engine,
@@ -36,6 +37,7 @@ from pipeline.core.evaluation import (
 )
 from pipeline.core.linear import pack_linear_layers
 from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, no_data
+from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
@@ -79,7 +81,7 @@ class EvaluateConfig:
             raise ValueError(f"evaluate.draft_lengths must be numbers >= 1, got {self.draft_lengths}")
         for name, value in vars(self).items():
             least = 0 if name in ("timed_prompts_other", "baseline_prompts", "reference_prompts", "near_tie_gap") else 1
-            if name != "draft_lengths" and value < least:
+            if name != "draft_lengths" and not least <= value < float("inf"):
                 raise ValueError(f"evaluate.{name} must be >= {least}, got {value}")
 
 
@@ -121,9 +123,10 @@ def evaluate(
 ) -> Outcome:
     """Measure the distilled draft beside prompt lookup and its undistilled self on golden prompts."""
     sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
+    lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
+    _check_lengths(models, [*dev, *golden], max(lengths), config)
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
-    lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
     costs = cost_model.measure_costs(
         packed.target, models.drafter(models.distilled), lengths, COST_CONTEXT_TOKENS, COST_REPEATS
     )
@@ -163,6 +166,24 @@ def evaluate(
         "machine": machine(),
     }
     return Outcome(metrics, requests)
+
+
+def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int, config: EvaluateConfig) -> None:
+    """Refuse, before anything is measured, lengths that cannot be decoded."""
+    if draft_length > config.max_new_tokens:
+        raise PipelineError(
+            f"A draft length of {draft_length} exceeds the {config.max_new_tokens} tokens decoded per prompt.",
+            "lower decode.draft_length or evaluate.draft_lengths, or raise evaluate.max_new_tokens.",
+        )
+    prompt = max(len(answer.prompt_ids) for answer in answers)
+    new = max(config.max_new_tokens, config.lossless_new_tokens)
+    for name, model in (("target", models.target), ("draft", models.distilled)):
+        limit = max_positions(model)
+        if limit and prompt + new > limit:
+            raise PipelineError(
+                f"Prompts of up to {prompt} tokens and {new} new ones exceed the {name}'s {limit} positions.",
+                "lower evaluate.max_new_tokens and evaluate.lossless_new_tokens.",
+            )
 
 
 def _agreements(

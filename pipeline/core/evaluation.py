@@ -17,6 +17,7 @@ from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter, head_size
 from pipeline.core.metrics import acceptance_by_position, measure, no_data, ratio_measure
+from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling, probabilities
 
 
@@ -186,7 +187,9 @@ def teacher_forced(
     drafter.open(1, sampling, vocabulary)
     whole = torch.arange(min(len(vocabulary), head_size(drafter.model)), device=drafter.model.device)
     heads = {"trimmed_head": (drafter.cached.model, drafter.support), "full_head": (drafter.model, whole)}
-    batches = AnswerBatches(answers, drafter.support.tolist(), tokens_per_forward, seed=0)
+    batches = AnswerBatches(
+        answers, drafter.support.tolist(), tokens_per_forward, seed=0, max_positions=max_positions(drafter.model)
+    )
     found = []
     with torch.inference_mode():
         for index in range(len(batches)):

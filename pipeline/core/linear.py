@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+INT8_COLUMNS = 16  # the 8-bit kernel reads so many inputs at a time, also beyond the end of a row
 FEW_ROWS = 4  # up to so many rows, 8-bit weights are multiplied faster than bfloat16 ones
 PACKED_FOR_ROWS = 4  # the number of rows oneDNN chooses the layout for; one layout serves all batch sizes
 
@@ -99,8 +100,9 @@ def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Modul
     if isinstance(model, nn.Linear):
         if not can_pack(model):
             return model
-        if half_weights and model.weight.dtype == torch.bfloat16:
+        if half_weights and model.weight.dtype == torch.bfloat16 and model.in_features % INT8_COLUMNS == 0:
             return Int8WeightLinear(model)
+        half_weights = half_weights and model.weight.dtype == torch.float32
         return HalfWeightLinear(model) if half_weights and HAS_FBGEMM else PackedLinear(model)
     view = copy.copy(model)
     view._modules = {

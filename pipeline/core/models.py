@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -63,7 +63,7 @@ def _named_errors(location: str, what: str):
     """Turn what transformers raises about a model that cannot be found or read into one line with a remedy."""
     try:
         yield
-    except (OSError, ValueError, KeyError, ImportError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         line = " ".join(str(error).split())[:300]
         raise PipelineError(
             f"The {what} of {location} cannot be loaded: {line}",
@@ -105,6 +105,11 @@ def load_model(location: str, config: ModelConfig, quantization_config=None) -> 
     if not placement and quantization_config is None:
         model.to(device)
     return model.eval()
+
+
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The longest sequence of a model, in tokens, where its config names one."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

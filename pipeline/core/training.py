@@ -4,6 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+RANGES = (
+    ("epochs", 1e-6, 1e6),
+    ("learning_rate", 1e-9, 1.0),
+    ("warmup_share", 0.0, 1.0),
+    ("weight_decay", 0.0, 1.0),
+    ("adam_beta2", 0.0, 1 - 1e-6),
+    ("max_grad_norm", 1e-6, 1e6),
+)
+
 
 @dataclass
 class DistillConfig:
@@ -23,10 +32,9 @@ class DistillConfig:
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
 
     def __post_init__(self) -> None:
-        if not self.epochs > 0 or not self.learning_rate > 0:
-            raise ValueError(
-                f"distill.epochs and distill.learning_rate must be > 0, got {self.epochs}, {self.learning_rate}"
-            )
+        for name, low, high in RANGES:
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(f"distill.{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
         for name in ("tokens_per_step", "tokens_per_forward", "evaluations", "head_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"distill.{name} must be >= 1, got {getattr(self, name)}")

@@ -98,6 +98,22 @@ def test_padding_and_neighbours_do_not_change_the_logits(target, answers):
             start += len(alone)
 
 
+def test_batches_are_no_wider_than_the_model(answers):
+    batches = AnswerBatches(answers, HEAD, 64, seed=0, max_positions=13)
+    widths = {batches[index]["input_ids"].shape[1] for index in range(len(batches))}
+    assert max(widths) <= 13 and max(len(a.prompt_ids) + len(a.answer_ids) - 1 for a in answers) <= 13
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"learning_rate": float("inf")}, {"learning_rate": 1e6}, {"warmup_share": 5.0}, {"warmup_share": -1.0},
+     {"adam_beta2": 2.0}, {"weight_decay": float("nan")}, {"max_grad_norm": -1.0}, {"epochs": 0.0}],
+)  # fmt: skip
+def test_settings_out_of_range_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        config(**change)
+
+
 def test_target_as_its_own_draft_agrees_everywhere(target, answers):
     batches = AnswerBatches(answers, list(range(100)), 64, seed=0)
     assert greedy_agreement(target, batches, torch.arange(100)) == 1.0

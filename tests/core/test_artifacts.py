@@ -67,3 +67,12 @@ def test_fingerprints_depend_on_content_alone(tmp_path):
     assert before == fingerprint_files([tmp_path / "b", tmp_path / "a"])
     (tmp_path / "b").write_text("z")
     assert before != fingerprint_files([tmp_path / "a", tmp_path / "b"])
+
+
+def test_what_a_killed_process_left_is_removed_and_nothing_else(tmp_path):
+    left, other = tmp_path / ".draft.0123abcd.tmp", tmp_path / ".drafts.0123abcd.tmp"
+    for folder in (left, other):
+        folder.mkdir()
+    with atomic_path(tmp_path / "draft") as temporary:
+        temporary.mkdir()
+    assert not left.exists() and other.exists() and (tmp_path / "draft").is_dir()

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from tiny_models import noisy_copy, uncached_greedy
+from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
 
 from pipeline.core.cache import CachedModel
@@ -98,6 +99,16 @@ def test_8_bit_weights_move_logits_little_and_mean_the_same_in_every_batch():
         few = torch.cat([view.lm_head(states[:3]), view.lm_head(states[3:5]), view.lm_head(states[5:])])
         assert torch.allclose(many, few, atol=0.01 * many.abs().max())
         assert (many - model.lm_head(states)).abs().max() > 0
+
+
+def test_the_8_bit_kernel_gets_no_width_that_it_would_read_beyond():
+    layers = {width: nn.Linear(width, 32).to(torch.bfloat16) for width in (16, 40, 48, 100)}
+    for width, layer in layers.items():
+        packed = pack_linear_layers(layer, half_weights=True)
+        assert not isinstance(packed, Int8WeightLinear) or width % 16 == 0
+        with torch.inference_mode():
+            inputs = torch.randn(2, width, dtype=torch.bfloat16)
+            assert torch.allclose(packed(inputs), layer(inputs), atol=0.1)
 
 
 def test_half_weights_move_logits_little_and_rows_do_not_depend_on_each_other():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -21,6 +22,7 @@ from pipeline.core.comparison import (
     summarise,
 )
 from pipeline.core.drafters import ModelDrafter
+from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
 from pipeline.core.sampling import Sampling
 
@@ -134,3 +136,17 @@ def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():
     assert _warnings(gap(0.95), "legal") == [] and "0.30" in _warnings(far, "legal")[0] and _warnings(near, "legal")
     nothing = served_gap({}, "legal", [], 2, 5)
     assert nothing["gap"] is None and _warnings(nothing, "legal") == []
+
+
+def test_lengths_that_cannot_be_decoded_are_refused_before_anything_runs(pair):
+    target, draft = pair
+    golden = answers(target, 2, "legal")
+    for change, settings in (({"max_new_tokens": 510}, DecodeSettings()), ({}, DecodeSettings(draft_length=5000))):
+        config = dataclasses.replace(CONFIG, **change)
+        with pytest.raises(PipelineError, match="exceed"):
+            evaluate(contestants(target, draft), golden, golden, settings, config, seed=0)
+    for change in ({"draft_lengths": []}, {"draft_lengths": [0]}, {"timed_prompts": 0}, {"near_tie_gap": float("nan")}):
+        with pytest.raises(ValueError, match=next(iter(change))):
+            dataclasses.replace(CONFIG, **change)
+    with pytest.raises(ValueError, match="draft_length"):
+        DecodeSettings(draft_length=0)
