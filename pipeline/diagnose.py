@@ -344,7 +344,7 @@ def _time(config: Config, pair: footprint.Pair, prompt: int) -> Passed:
     )
     stages = pair.seconds(work, config.distill)
     text = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in stages.items())
-    return Passed(None, f"{text}; from matrix products alone, at the speed that this machine has now")
+    return Passed(None, f"at least {text}: matrix products alone, at the speed that this machine has now")
 
 
 def _duration(seconds: float) -> str:

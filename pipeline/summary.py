@@ -13,7 +13,7 @@ from typing import Any
 
 from pipeline.core.artifacts import read_json
 from pipeline.core.errors import PipelineError
-from pipeline.core.gating import CANDIDATE, verdict_lines
+from pipeline.core.gating import verdict_lines
 from pipeline.core.report_page import (
     TOKEN_ACCEPTANCE,
     candidates,
@@ -64,12 +64,12 @@ def _figures(metrics: dict[str, Any]) -> list[list[str]]:
         f"{engine} {'not measured' if reference[name] is None else quantity(reference[name], 'tokens/s')}"
         for engine, name in engines.items()
     ]
-    speedup = measured(found(metrics, CANDIDATE, domain, "speedup"), "ratio")
+    speedups = [measured(found(metrics, name, domain, "speedup"), "ratio") for name in names]
     lossless = metrics["lossless"]
     return [
         ["token acceptance", *map(words, names)],
         *acceptance,
-        ["speedup", f"{speedup} on {domain} at k = {k}"],
+        [f"speedup ({domain}, k = {k})", *speedups],
         ["plain decoding", ", ".join(speeds)],
         ["lossless", f"{measured(lossless, 'share')}, {lossless['count']} decoded prompts compared"],
     ]

@@ -53,7 +53,7 @@ def test_a_registered_draft(project, store, capsys):
     rows = {label: texts for label, *texts in (re.split(" {2,}", line.strip()) for line in lines)}
     assert rows["token acceptance"] == ["distilled", "undistilled", "prompt lookup"]
     assert rows["legal"] == ["62.1 % (60.1–64.1 %)", "7.1 % (5.1–9.1 %)", "21.4 % (19.4–23.4 %)"]
-    assert rows["speedup"][0] == "1.41× (1.35–1.47×) on legal at k = 4"
+    assert rows["speedup (legal, k = 4)"][0] == "1.41× (1.35–1.47×)"
     assert rows["plain decoding"][0] == "ours 23.1 tokens/s, transformers 19.2 tokens/s"
     assert rows["lossless"][0] == "100.0 %, 8 decoded prompts compared"
     assert rows["gate 'default'"][0] == "passed, 3 of 5 checks met"
