@@ -41,6 +41,7 @@ from pipeline.core.models import (
     load_config,
     load_generation_config,
     load_tokenizer,
+    max_positions,
     resolve_dtype,
 )
 from pipeline.core.pruning import keep_layers
@@ -267,8 +268,7 @@ def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Pass
         rows.append({"prompt_id": "an instruction", "text": None, "messages": json.dumps(messages)})
     prompt = max(map(len, encode_prompts(tokenizer, rows, None)))
     new = max(config.generate.max_new_tokens, config.evaluate.max_new_tokens)
-    texts = (model.config.get_text_config() for model in (pair.target, pair.draft))
-    limits = (getattr(text, "max_position_embeddings", None) for text in texts)
+    limits = (max_positions(model.config) for model in (pair.target, pair.draft))
     limit = min((limit for limit in limits if limit), default=None)
     if limit and prompt + new > limit:
         raise PipelineError(

@@ -60,7 +60,8 @@ def resolve_tracking_uri(configured: str | None, root: Path) -> str:
     """
     uri = configured or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
     if uri.startswith("sqlite:///"):
-        if {"?", "#"} & set(str(root.resolve())):
+        relative = not Path(uri.removeprefix("sqlite:///")).is_absolute()
+        if relative and {"?", "#"} & set(str(root.resolve())):
             raise PipelineError(
                 f"An SQLite store cannot lie in {root.resolve()}: its URI would end at the special character.",
                 "move the project to a path without ? and #, or set MLFLOW_TRACKING_URI to a server.",

@@ -18,6 +18,7 @@ from pipeline.core.models import (
     load_generation_config,
     load_model,
     load_tokenizer,
+    max_positions,
     tokenizer_fingerprint,
     weights_fingerprint,
 )
@@ -37,7 +38,7 @@ class Target:
         self.generation_config = load_generation_config(self.location, config.revision)
         self.eos_token_ids = eos_token_ids(self.generation_config, self.tokenizer)
         self.template = template_fingerprint(self.tokenizer)
-        self.max_positions = getattr(self.model_config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = max_positions(self.model_config)
 
     @property
     def vocabulary_size(self) -> int:

@@ -1,7 +1,8 @@
 """Distillation of a draft from stored target probabilities, on transformers' Trainer.
 
 The loss is computed at the answers' tokens, and the prompts' if asked for, over the draft's trimmed head, and normalised
-by the number of those tokens in the whole optimiser step. The Trainer brings heavy optional packages along where they are installed, hence its place here.
+by the number of those tokens in the whole optimiser step. The Trainer brings heavy optional packages along where they are
+installed, hence its place here.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ def distill(
     torch.manual_seed(seed)
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     common = (head_token_ids, config.tokens_per_forward, seed)
-    batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft))
-    dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft))
+    batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
+    dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
     accumulation = min(len(batches), max(1, round(config.tokens_per_step / config.tokens_per_forward)))
     steps = math.ceil(config.epochs * len(batches) / accumulation)
     tokens = sum(batch["input_ids"].numel() for batch in (batches[i] for i in range(len(batches))))

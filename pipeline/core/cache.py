@@ -17,6 +17,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import pack_linear_layers
+from pipeline.core.models import max_positions
 
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_STEP = 32  # the cache grows, and the visible part of it is cut, in multiples of this many positions
@@ -165,7 +166,7 @@ class CachedModel:
         self.model = pack_linear_layers(model, half_weights)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
-        self.max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.max_positions = max_positions(model.config)
         self._layers: list[RaggedLayer] = []
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"

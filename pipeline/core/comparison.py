@@ -178,7 +178,7 @@ def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int
     prompt = max(len(answer.prompt_ids) for answer in answers)
     new = max(config.max_new_tokens, config.lossless_new_tokens)
     for name, model in (("target", models.target), ("draft", models.distilled)):
-        limit = max_positions(model)
+        limit = max_positions(model.config)
         if limit and prompt + new > limit:
             raise PipelineError(
                 f"Prompts of up to {prompt} tokens and {new} new ones exceed the {name}'s {limit} positions.",

@@ -57,8 +57,8 @@ class ModelDrafter:
     """A causal language model drafts token by token, from its own distribution over `head_token_ids`.
 
     The distribution is renormalised over those ids, so any choice of them keeps decoding lossless; the fewer they are,
-    the cheaper a draft step is. A token of the target that the draft has no embedding for is shown to it as its last one.
-    So is `half_weights`: on a CPU, weights are streamed in half as many bytes.
+    the cheaper a draft step is. `half_weights` makes it cheaper too: on a CPU, weights are streamed in half as many bytes.
+    A token of the target that the draft has no embedding for is shown to it as the last one that it has.
     """
 
     def __init__(

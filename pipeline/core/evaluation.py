@@ -188,7 +188,7 @@ def teacher_forced(
     whole = torch.arange(min(len(vocabulary), head_size(drafter.model)), device=drafter.model.device)
     heads = {"trimmed_head": (drafter.cached.model, drafter.support), "full_head": (drafter.model, whole)}
     batches = AnswerBatches(
-        answers, drafter.support.tolist(), tokens_per_forward, seed=0, max_positions=max_positions(drafter.model)
+        answers, drafter.support.tolist(), tokens_per_forward, seed=0, max_positions=max_positions(drafter.model.config)
     )
     found = []
     with torch.inference_mode():

@@ -100,10 +100,11 @@ def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Modul
     if isinstance(model, nn.Linear):
         if not can_pack(model):
             return model
+        if half_weights and model.weight.dtype == torch.float32 and HAS_FBGEMM:
+            return HalfWeightLinear(model)
         if half_weights and model.weight.dtype == torch.bfloat16 and model.in_features % INT8_COLUMNS == 0:
             return Int8WeightLinear(model)
-        half_weights = half_weights and model.weight.dtype == torch.float32
-        return HalfWeightLinear(model) if half_weights and HAS_FBGEMM else PackedLinear(model)
+        return PackedLinear(model)
     view = copy.copy(model)
     view._modules = {
         name: module and pack_linear_layers(module, half_weights) for name, module in model._modules.items()

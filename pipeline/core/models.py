@@ -107,9 +107,9 @@ def load_model(location: str, config: ModelConfig, quantization_config=None) -> 
     return model.eval()
 
 
-def max_positions(model: PreTrainedModel) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """The longest sequence of a model, in tokens, where its config names one."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def cast_parameters(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
