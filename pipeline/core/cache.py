@@ -7,7 +7,9 @@ the next pass simply writes at smaller positions, and what lies beyond is never 
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 import torch
@@ -18,9 +20,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import pack_linear_layers
 from pipeline.core.models import max_positions
+from pipeline.core.replay import padded_length
 
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
-LENGTH_STEP = 32  # the cache grows, and the visible part of it is cut, in multiples of this many positions
 
 
 @dataclass
@@ -171,30 +173,34 @@ class CachedModel:
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
-    def reserve(self, length: int) -> None:
-        """Make room for `length` positions per row."""
+    def reserve(self, length: int) -> bool:
+        """Make room for `length` positions per row; returns whether the cache had to move to larger memory."""
         if length <= self.capacity:
-            return
-        self.capacity = -(-length // LENGTH_STEP) * LENGTH_STEP
+            return False
+        self.capacity = padded_length(length, self.device)
         if self._layers:
             for layer in self._layers:
                 layer.grow(self.capacity)
         else:
             depth = self.config.get_text_config().num_hidden_layers
             self._layers = [RaggedLayer(self.rows, self.capacity) for _ in range(depth)]
+        return True
+
+    def visible(self, longest: int) -> int:
+        """How many positions a pass has to see whose largest position is `longest` - 1."""
+        return min(padded_length(longest, self.device), self.capacity)
 
     def forward(
-        self, first_row: int, token_ids: Tensor, positions: Tensor, longest: int, logits_to_keep: int | Tensor = 0
+        self, first_row: int, token_ids: Tensor, positions: Tensor, visible: int, logits_to_keep: int | Tensor = 0
     ) -> Tensor:
         """Run rows [first_row, first_row + rows) over `token_ids` [rows, queries] at `positions` [rows, queries].
 
-        `longest` is one more than the largest position, known to the host. Returns logits [rows, kept, vocab];
-        `logits_to_keep` as in transformers (0 keeps all queries). A block may reach beyond the model's last position with
-        tokens that no row has room for; they share that position, which no token that counts ever sees.
+        `visible` positions from the first on are looked at. Returns logits [rows, kept, vocab]; `logits_to_keep` as in
+        transformers (0 keeps all queries). A block may reach beyond the model's last position with tokens that no row has
+        room for; they share that position, which no token that counts ever sees.
         """
         if self.max_positions:
             positions = positions.clamp(max=self.max_positions - 1)
-        visible = min(-(-longest // LENGTH_STEP) * LENGTH_STEP, self.capacity)
         place = Placement(first_row, first_row + token_ids.shape[0], positions, visible)
         for layer in self._layers:
             layer.placement = place
@@ -207,6 +213,15 @@ class CachedModel:
             **{self._cache_argument: Cache(layers=self._layers)},
         )
         return output.logits
+
+    def keep_hidden_states(self) -> list[Tensor]:
+        """From now on every pass leaves in the returned list what its output head was given: [rows, kept, hidden]."""
+        kept: list[Tensor] = []
+        head = copy.copy(self.model.get_output_embeddings())
+        head._forward_pre_hooks = OrderedDict(head._forward_pre_hooks)
+        head.register_forward_pre_hook(lambda module, inputs: kept.__setitem__(slice(None), inputs[:1]))
+        self.model.set_output_embeddings(head)
+        return kept
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy the cache of row `source` over row `destination`."""

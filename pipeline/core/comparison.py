@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
+from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from pipeline.core.errors import PipelineError
@@ -127,9 +128,7 @@ def evaluate(
     _check_lengths(models, [*dev, *golden], max(lengths), config)
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
-    costs = cost_model.measure_costs(
-        packed.target, models.drafter(models.distilled), lengths, COST_CONTEXT_TOKENS, COST_REPEATS
-    )
+    costs = measure_costs(packed.target, models.drafter(models.distilled), lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
     settings = DecodeConfig(
         draft_length=decode.draft_length or max(lengths),
         max_new_tokens=config.max_new_tokens,

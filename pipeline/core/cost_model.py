@@ -6,18 +6,8 @@ All times are of one pass at the batch size measured, on this hardware. Formulas
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from transformers import PreTrainedModel
-
-from pipeline.core.cache import CachedModel
-from pipeline.core.drafters import ModelDrafter, head_size
-from pipeline.core.sampling import Sampling
 
 
 @dataclass
@@ -72,33 +62,28 @@ def best_draft_length(by_position: list[float], lengths: list[int], costs: Costs
     return max(lengths, key=lambda k: measured_cost_speedup(tokens_per_round(by_position, k), k, costs))
 
 
-@torch.inference_mode()
-def measure_costs(
-    target: PreTrainedModel, drafter: ModelDrafter, draft_lengths: list[int], context: int, repeats: int
-) -> Costs:
-    """Time single-row passes at `context` tokens of context, all shapes in turn, and take medians over `repeats`."""
-    cached = CachedModel(target, rows=1)
-    cached.reserve(context + max(draft_lengths) + 1)
-    room = context + max(draft_lengths) + 1
-    drafter.open(1, Sampling(), range(head_size(drafter.model)))
-    drafter.begin(0, [[0] * context], room)
-    seeds = torch.zeros(1, dtype=torch.long, device=cached.device)
+def break_even_acceptance(k: int, costs: Costs) -> float | None:
+    """The chance per drafted token, the same at every position, from which on drafting k tokens is no slower than plain
+    decoding; None where it never pays. Solves (1 - a^(k+1)) / (1 - a) = k c + v(k)."""
+    needed = k * costs.cost_ratio + costs.verify_cost(k)
+    if needed > k + 1:
+        return None
+    low, high = 0.0, 1.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(middle**i for i in range(k + 1)) < needed else (low, middle)
+    return high
 
-    def target_pass(k: int) -> Callable[[], object]:
-        token_ids = torch.zeros(1, k + 1, dtype=torch.long, device=cached.device)
-        positions = torch.arange(context, context + k + 1, device=cached.device)[None]
-        return lambda: cached.forward(0, token_ids, positions, context + k + 1)
 
-    steps = max(draft_lengths)
-    shapes = {k: target_pass(k) for k in [0, *draft_lengths]}
-    shapes[-1] = lambda: drafter.propose([[0] * context], [steps], seeds)
-    seconds: dict[int, list[float]] = {key: [] for key in shapes}
-    for _ in range(repeats + 1):
-        for key, run in shapes.items():
-            started = time.perf_counter()
-            run()
-            if cached.device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds[key].append(time.perf_counter() - started)
-    median = {key: statistics.median(times[1:]) for key, times in seconds.items()}
-    return Costs(median.pop(-1) / steps, median)
+def largest_paying_batch(by_position: list[float], lengths: list[int], costs: dict[int, Costs]) -> int | None:
+    """The largest batch size measured up to which, at the best k for each, speculation is predicted to pay; None: none.
+
+    `costs` by batch size; `by_position` is the acceptance by position of a draft of at least max(lengths) tokens.
+    """
+    largest = None
+    for batch, measured in sorted(costs.items()):
+        k = best_draft_length(by_position, lengths, measured)
+        if measured_cost_speedup(tokens_per_round(by_position, k), k, measured) <= 1:
+            break
+        largest = batch
+    return largest

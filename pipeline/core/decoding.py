@@ -9,6 +9,8 @@ prompt takes the freed one.
 from __future__ import annotations
 
 import dataclasses
+import logging
+import math
 import operator
 import resource
 import secrets
@@ -20,15 +22,20 @@ from typing import SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pipeline.core.cache import CachedModel
-from pipeline.core.drafters import Drafter, ModelDrafter, head_size, pad_right
+from pipeline.core.constraints import AllowedTokens, Constraints
+from pipeline.core.drafters import Batch, Drafter, ModelDrafter, certain_proposal, head_size, pad_right
+from pipeline.core.replay import Replayed, padded_rows
 from pipeline.core.sampling import Proposal, Sampling, row_seed, verify, wrap_seed
 
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
 PREFILL_SCORED = 1024  # tokens of one prefill pass whose log-probabilities are asked for
+logger = logging.getLogger(__name__)
+
 HALF_CHARACTER = "\ufffd"  # what tokenizers decode the first bytes of an unfinished character to
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
@@ -46,6 +53,10 @@ class DecodeConfig:
     eos_token_ids: tuple[int, ...] = ()  # a row ends with any of these
     stop: tuple[str, ...] = ()  # a row ends when its text contains one of these; needs the tokenizer
     allowed_token_ids: Sequence[int] | None = None  # the only ids that may be emitted; None: every logit of the target
+    repetition_penalty: float = 1.0  # 1: off; divides logits of ids in prompt and answer (multiplies negative ones)
+    frequency_penalty: float = 0.0  # 0: off; taken from an id's logit for each time that it occurs in the answer
+    min_new_tokens: int = 0  # no EOS before so many tokens
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences of ids that are never emitted
     return_logprobs: int | None = None  # alternatives returned per token with its own log-probability; None: neither
     prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first, scored while it is prefilled
 
@@ -56,6 +67,15 @@ class DecodeConfig:
             raise ValueError(f"max_new_tokens must be >= 1, got {self.max_new_tokens}")
         if "" in self.stop:
             raise ValueError("a stop string must not be empty")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise ValueError(f"min_new_tokens must lie in [0, {self.max_new_tokens}], got {self.min_new_tokens}")
+        if not 0 < self.repetition_penalty < math.inf or not math.isfinite(self.frequency_penalty):
+            raise ValueError(
+                "repetition_penalty must be a number above 0 and frequency_penalty a number, got"
+                f" {self.repetition_penalty} and {self.frequency_penalty}"
+            )
+        if not all(word and min(word) >= 0 for word in self.bad_words):
+            raise ValueError("bad_words must be sequences of at least one token id")
         self.sampling  # noqa: B018 - checks the ranges
 
     @property
@@ -151,7 +171,7 @@ class Decoder:
     """Owns the caches of a target and a drafter and decodes any number of prompts through `slots` rows (default: 1).
 
     `drafter` is None (plain decoding), a causal LM, or an object of the `Drafter` protocol. Neither model nor its
-    generation config is changed.
+    generation config is changed. A row that outgrows the draft's context is decoded plainly from there on.
     """
 
     def __init__(
@@ -162,35 +182,42 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         slots: int | None = None,
     ) -> None:
+        slots = 1 if slots is None else slots
+        if slots < 1:
+            raise ValueError(f"slots must be >= 1, got {slots}")
         if config.stop and tokenizer is None:
             raise ValueError("stop strings need the tokenizer")
-        slots = 1 if slots is None else slots
+        allowed = _allowed_ids(config, head_size(target))
         self.config = config
         self.sampling = config.sampling
         self.tokenizer = tokenizer
         self.slots = slots
         self.target = CachedModel(target, slots)
         self.drafter = ModelDrafter(drafter) if isinstance(drafter, PreTrainedModel) else drafter
-        vocabulary = head_size(target)
-        allowed = range(vocabulary) if config.allowed_token_ids is None else config.allowed_token_ids
-        if not len(allowed) or min(allowed) < 0 or max(allowed) >= vocabulary:
-            raise ValueError(f"allowed_token_ids must be ids below {vocabulary}, the target's number of logits")
-        allowed = allowed if isinstance(allowed, range) and allowed.step == 1 else sorted(set(allowed))
-        if slots < 1:
-            raise ValueError(f"slots must be >= 1, got {slots}")
-        for alternatives in (config.return_logprobs, config.prompt_logprobs):
-            if alternatives is not None and not 0 <= alternatives <= len(allowed):
-                raise ValueError(
-                    f"log-probabilities of {alternatives} alternatives asked for, {len(allowed)} ids are allowed"
-                )
         self._embedded = target.get_input_embeddings().weight.shape[0]
-        self._allowed = _AllowedTokens(allowed, vocabulary, self.target.device)
+        self._allowed = AllowedTokens(allowed, head_size(target), self.target.device)
+        self._constraints = Constraints(
+            config.repetition_penalty,
+            config.frequency_penalty,
+            config.min_new_tokens,
+            config.eos_token_ids,
+            config.bad_words,
+            self._allowed.logits,
+            self.target.device,
+        )
+        self._head_input: list[Tensor] | None = None
         if self.drafter is not None:
             self.drafter.open(slots, self.sampling, allowed)
+            if self.drafter.wants_hidden_states:
+                self._head_input = self.target.keep_hidden_states()
+        self._verify = Replayed(self._verify_block, self.target.device)
         self.stats = Stats()
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()
         self._requests = 0
+        self._batch: Batch | None = None  # None: the rows changed since the last round
+        self._hidden_states: Tensor | None = None  # [slots, hidden], as in `Batch`
+        self._warned = False
 
     def submit(self, prompt_ids: list[int], seed: int | None = None) -> int:
         """Queue a prompt; returns its request number. `seed` None draws one."""
@@ -198,14 +225,14 @@ class Decoder:
             raise ValueError("a prompt needs at least one token")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._embedded:
             raise ValueError(f"prompt ids must lie between 0 and {self._embedded - 1}, the target's embedding")
+        size = f"a prompt of {len(prompt_ids)} tokens and {self.config.max_new_tokens} new ones exceed"
         needed = len(prompt_ids) + self.config.max_new_tokens
-        for name, model in (("target", self.target), ("draft", self.drafter)):
-            limit = model and model.max_positions
-            if limit and needed > limit:
-                raise ValueError(
-                    f"a prompt of {len(prompt_ids)} tokens and {self.config.max_new_tokens} new ones exceed the {name}'s"
-                    f" {limit} positions"
-                )
+        if self.target.max_positions and needed > self.target.max_positions:
+            raise ValueError(f"{size} the target's {self.target.max_positions} positions")
+        limit = self.drafter and self.drafter.max_positions
+        if limit and needed > limit and not self._warned:
+            self._warned = True
+            logger.warning("%s the draft's %d positions: beyond them rows are decoded plainly", size, limit)
         seed = secrets.randbits(63) if seed is None else wrap_seed(seed)
         self._waiting.append(_Row(self._requests, list(prompt_ids), len(prompt_ids), seed))
         self._requests += 1
@@ -230,24 +257,18 @@ class Decoder:
         first_row = len(self._rows)
         rows = self._admit(self.slots - first_row)
         prompts = [row.tokens for row in rows]
-        longest = max(map(len, prompts))
-        room = longest + self.config.max_new_tokens + self.config.draft_length + 1
-        self.target.reserve(room)
-        token_ids, positions = pad_right(prompts, longest, self.target.device)
-        ends, which = torch.tensor([len(prompt) - 1 for prompt in prompts]).unique(return_inverse=True)
-        if self.config.prompt_logprobs is None:
-            logits = self.target.forward(first_row, token_ids, positions, longest, ends.to(self.target.device))
-        else:
-            whole = self.target.forward(first_row, token_ids, positions, longest)
-            records = [(row.prompt_logprobs, row.tokens[1:]) for row in rows]
-            self._record_logprobs(records, self._allowed.restrict(whole), self.config.prompt_logprobs)
-            logits = whole[:, ends.to(whole.device)]
-        logits = logits[torch.arange(len(rows)), which][:, None]
+        room = max(map(len, prompts)) + self.config.max_new_tokens + self.config.draft_length + 1
+        if self.target.reserve(room):
+            self._verify.clear()
+        logits = self._allowed.restrict(self._prompt_logits(first_row, rows))
         if self.drafter is not None:
             self.drafter.begin(first_row, prompts, room)
         self._rows.extend(rows)
-        nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=self.target.device)
-        events = self._settle(rows, logits, Proposal(nothing, nothing.sum(dim=1)), is_prefill=True)
+        proposal = certain_proposal([[]] * len(rows), self.target.device)
+        sizes, _, seeds = self._on_device(rows, len(rows))
+        accepted, block = self._decide(logits, sizes, seeds, *self._history(rows, len(rows)), proposal)
+        table = torch.cat([accepted[:, None], proposal.lengths[:, None], block], dim=1)
+        events = self._settle(rows, table.tolist(), logits, is_prefill=True)
         self.stats.prefill_seconds += time.perf_counter() - started
         return events
 
@@ -264,43 +285,136 @@ class Decoder:
             rows.append(self._waiting.popleft())
         return rows
 
+    def _prompt_logits(self, first_row: int, rows: list[_Row]) -> Tensor:
+        """The target's logits after each prompt, [rows, 1, vocab]; scores the prompts where that is asked for."""
+        prompts = [row.tokens for row in rows]
+        longest = max(map(len, prompts))
+        device = self.target.device
+        token_ids, positions = pad_right(prompts, longest, device)
+        visible = self.target.visible(longest)
+        last = torch.tensor([len(prompt) - 1 for prompt in prompts], device=device)
+        row = torch.arange(len(rows), device=device)
+        if self.config.prompt_logprobs is None:
+            kept, index = last.unique(return_inverse=True)
+            logits = self.target.forward(first_row, token_ids, positions, visible, kept)
+        else:
+            index = last
+            logits = self.target.forward(first_row, token_ids, positions, visible)
+            records = [(row.prompt_logprobs, row.tokens[1:]) for row in rows]
+            self._record_logprobs(records, self._allowed.restrict(logits), self.config.prompt_logprobs)
+        if self._head_input is not None:
+            self._remember(first_row, self._head_input[0][row, index])
+        return logits[row, index][:, None]
+
     def _round(self) -> list[Event]:
         """Draft, verify in one target pass, commit."""
         started = time.perf_counter()
         rows = self._rows
-        device = self.target.device
-        committed = [row.tokens for row in rows]
+        if self._batch is None:
+            width = padded_rows(len(rows), self.slots, self.target.device)
+            self._batch = Batch([row.tokens for row in rows], *self._on_device(rows, width))
+        batch = self._batch
+        if self._hidden_states is not None:
+            batch.hidden_states = self._hidden_states[: len(batch.sizes)]
         if self.drafter is None:
-            nothing = torch.zeros(len(rows), 0, dtype=torch.long, device=device)
-            proposal = Proposal(nothing, nothing.sum(dim=1))
+            proposal = certain_proposal([[]] * len(batch.sizes), self.target.device)
         else:
-            lengths = [self.config.draft_length] * len(rows)
-            proposal = self.drafter.propose(committed, lengths, _seed_tensor(rows, device))
-        last = torch.tensor([[tokens[-1]] for tokens in committed], device=device)
-        token_ids = torch.cat([last, proposal.token_ids.to(device)], dim=1)
-        offsets = torch.arange(-1, token_ids.shape[1] - 1, device=device)
-        positions = torch.tensor([[len(tokens)] for tokens in committed], device=device) + offsets
-        longest = max(map(len, committed)) + token_ids.shape[1] - 1
-        logits = self.target.forward(0, token_ids, positions, longest)
-        events = self._settle(rows, logits, proposal, is_prefill=False)
+            proposal = self.drafter.propose(batch, [self.config.draft_length] * len(rows))
+        longest = max(len(row.tokens) for row in rows) + proposal.token_ids.shape[1]
+        table, batch.sizes, batch.tail, logits, hidden = self._verify(
+            (self.target.visible(longest),),
+            batch.sizes,
+            batch.tail,
+            batch.seeds,
+            *self._history(rows, len(batch.sizes)),
+            *proposal.tensors(),
+        )
+        if hidden is not None:
+            self._remember(0, hidden)
+        events = self._settle(rows, table[: len(rows)].tolist(), logits, is_prefill=False)
         self.stats.decode_seconds += time.perf_counter() - started
         return events
 
-    def _settle(self, rows: list[_Row], logits: Tensor, proposal: Proposal, is_prefill: bool) -> list[Event]:
-        """Verify [rows, k + 1, vocab] logits, commit what stays, and retire the rows that ended."""
-        logits = self._allowed.restrict(logits)
-        size = torch.tensor([[len(row.tokens)] for row in rows], device=logits.device)
-        positions = size + torch.arange(logits.shape[1], device=logits.device)
-        accepted, following = verify(logits, proposal, self.sampling, _seed_tensor(rows, logits.device), positions)
-        table = torch.cat([accepted[:, None], following[:, None], proposal.lengths[:, None], proposal.token_ids], dim=1)
-        counts = table.tolist()
+    def _verify_block(
+        self,
+        visible: int,
+        sizes: Tensor,
+        tail: Tensor,
+        seeds: Tensor,
+        history: Tensor | None,
+        prompt_sizes: Tensor | None,
+        *proposed: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:
+        """One target pass over the last committed token and the drafted ones, and all that follows from it on the device.
+
+        Returns a table int64 [rows, 2 + width] for the host (accepted, drafted, then the block of which the first accepted
+        + 1 tokens count), the new sizes and tail, logits [rows, width, vocab] and the new hidden states.
+        """
+        proposal = Proposal(*proposed)
+        token_ids = torch.cat([tail[:, 1:], proposal.token_ids], dim=1)
+        positions = sizes[:, None] + torch.arange(-1, token_ids.shape[1] - 1, device=sizes.device)
+        logits = self._allowed.restrict(self.target.forward(0, token_ids, positions, visible))
+        accepted, block = self._decide(logits, sizes, seeds, history, prompt_sizes, proposal)
+        ends = accepted[:, None] + torch.arange(1, 3, device=sizes.device)
+        tail = torch.cat([tail, block], dim=1).gather(1, ends)
+        table = torch.cat([accepted[:, None], proposal.lengths[:, None], block], dim=1)
+        hidden = None
+        if self._head_input is not None:
+            hidden = self._head_input[0][torch.arange(len(sizes), device=sizes.device), accepted]
+        return table, torch.where(sizes > 1, sizes + accepted + 1, sizes), tail, logits, hidden
+
+    def _decide(
+        self,
+        logits: Tensor,
+        sizes: Tensor,
+        seeds: Tensor,
+        history: Tensor | None,
+        prompt_sizes: Tensor | None,
+        proposal: Proposal,
+    ) -> tuple[Tensor, Tensor]:
+        """Accepted counts [rows], and the drafted block with the target's own token after the accepted ones
+        [rows, width]."""
+        if self._constraints.active:
+            logits = self._constraints.apply(logits, history, prompt_sizes, sizes, proposal.token_ids)
+        positions = sizes[:, None] + torch.arange(logits.shape[1], device=sizes.device)
+        accepted, following = verify(logits, proposal, self.sampling, seeds, positions)
+        return accepted, F.pad(proposal.token_ids, (0, 1)).scatter(1, accepted[:, None], following[:, None])
+
+    def _on_device(self, rows: list[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Sizes [width], last two tokens [width, 2] and seeds [width]; idle rows after the given ones stay at one token,
+        fewer than any row in flight has, and write where nobody looks."""
+        idle = width - len(rows)
+        sizes = [len(row.tokens) for row in rows] + [1] * idle
+        tail = [row.tokens[-2:] if len(row.tokens) > 1 else row.tokens * 2 for row in rows] + [[0, 0]] * idle
+        seeds = [row.seed for row in rows] + [0] * idle
+        return tuple(torch.tensor(values, device=self.target.device) for values in (sizes, tail, seeds))
+
+    def _history(self, rows: list[_Row], width: int) -> tuple[Tensor | None, Tensor | None]:
+        """What the constraints look at: committed tokens, then -1, [width, length], and prompt sizes [width]."""
+        if not self._constraints.active:
+            return None, None
+        length = self.target.visible(max(len(row.tokens) for row in rows))
+        idle = width - len(rows)
+        tokens = [row.tokens + [-1] * (length - len(row.tokens)) for row in rows] + [[-1] * length] * idle
+        prompts = [row.prompt_length for row in rows] + [0] * idle
+        return torch.tensor(tokens, device=self.target.device), torch.tensor(prompts, device=self.target.device)
+
+    def _remember(self, first_row: int, hidden: Tensor) -> None:
+        """Keep the hidden states [rows, hidden] of rows from `first_row` on for the drafter."""
+        if self._hidden_states is None:
+            self._hidden_states = hidden.new_zeros(self.slots, hidden.shape[-1])
+        self._hidden_states[first_row : first_row + len(hidden)] = hidden
+
+    def _settle(self, rows: list[_Row], table: list[list[int]], logits: Tensor, is_prefill: bool) -> list[Event]:
+        """Commit what a pass decided (a row of `table`: accepted, drafted, block), and retire the rows that ended."""
         now = time.perf_counter()
-        blocks = [drafted[:kept] + [token] for kept, token, _, *drafted in counts]
-        emitted = [self._commit(row, block, now) for row, block in zip(rows, blocks, strict=True)]
+        emitted = [
+            self._commit(row, block[: kept + 1], now) for row, (kept, _, *block) in zip(rows, table, strict=True)
+        ]
         if self.config.return_logprobs is not None:
             records = [(row.logprobs, tokens) for row, tokens in zip(rows, emitted, strict=True)]
             self._record_logprobs(records, logits, self.config.return_logprobs)
-        for row, tokens, (kept, _, proposed, *_) in zip(rows, emitted, counts, strict=True):
+        for row, tokens, (kept, proposed, *_) in zip(rows, emitted, table, strict=True):
             if not is_prefill:
                 ends = row.finish_reason is not None
                 cap = len(tokens) if ends else proposed
@@ -354,6 +468,8 @@ class Decoder:
             Event(row.request, tokens, self._finish(row) if row.finish_reason else None)
             for row, tokens in zip(list(rows), emitted, strict=True)
         ]
+        if len(rows) < len(self._rows) or any(event.finished for event in events):
+            self._batch = None
         for slot in range(len(self._rows) - 1, -1, -1):
             if self._rows[slot].finish_reason is None:
                 continue
@@ -361,6 +477,8 @@ class Decoder:
             if slot < len(self._rows):
                 self._rows[slot] = last
                 self.target.move_row(len(self._rows), slot)
+                if self._hidden_states is not None:
+                    self._hidden_states[slot] = self._hidden_states[len(self._rows)]
                 if self.drafter is not None:
                     self.drafter.move_row(len(self._rows), slot)
         return events
@@ -381,25 +499,18 @@ class Decoder:
         )
 
 
-class _AllowedTokens:
-    """Keeps logits of ids that must not be emitted out of every distribution."""
-
-    def __init__(self, allowed: Sequence[int], vocabulary: int, device: torch.device) -> None:
-        ids = torch.tensor(sorted(set(allowed)), device=device)
-        self.count = len(ids)
-        self.is_prefix = bool(ids[-1] == self.count - 1)
-        self.forbidden = torch.ones(vocabulary, dtype=torch.bool, device=device)
-        self.forbidden[ids] = False
-
-    def restrict(self, logits: Tensor) -> Tensor:
-        """[..., vocab] logits with the forbidden ids cut off, or at minus infinity where they lie in between."""
-        if self.is_prefix:
-            return logits[..., : self.count]
-        return logits.masked_fill(self.forbidden, -torch.inf)
-
-
-def _seed_tensor(rows: list[_Row], device: torch.device) -> Tensor:
-    return torch.tensor([row.seed for row in rows], device=device)
+def _allowed_ids(config: DecodeConfig, vocabulary: int) -> Sequence[int]:
+    """The ids that may be emitted, in order, without repeats."""
+    allowed = range(vocabulary) if config.allowed_token_ids is None else config.allowed_token_ids
+    if not len(allowed) or min(allowed) < 0 or max(allowed) >= vocabulary:
+        raise ValueError(f"allowed_token_ids must be ids below {vocabulary}, the target's number of logits")
+    allowed = allowed if isinstance(allowed, range) and allowed.step == 1 else sorted(set(allowed))
+    for alternatives in (config.return_logprobs, config.prompt_logprobs):
+        if alternatives is not None and not 0 <= alternatives <= len(allowed):
+            raise ValueError(
+                f"log-probabilities of {alternatives} alternatives asked for, {len(allowed)} ids are allowed"
+            )
+    return allowed
 
 
 def peak_memory_bytes(device: torch.device) -> int:

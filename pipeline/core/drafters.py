@@ -1,6 +1,6 @@
-"""What guesses the next tokens: a draft model, or a copy from the row's own text.
+"""What guesses the next tokens: a draft model, a copy from the row's own text, or the one and else the other.
 
-A drafter sees the committed tokens of each row (prompt and answer so far) and returns drafted ids with the exact
+A drafter sees the rows in flight (their committed tokens, prompt and answer so far) and returns drafted ids with the exact
 distributions they were drawn from. Rollback, counting and stopping belong to the decoding loop.
 """
 
@@ -8,18 +8,44 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from pipeline.core.cache import CachedModel
+from pipeline.core.draft_length import AdaptiveDraftLength
+from pipeline.core.replay import Replayed
 from pipeline.core.sampling import PURPOSE_DRAFT, Proposal, Sampling, draw, probabilities, uniforms
+
+
+@dataclass
+class Batch:
+    """The rows in flight, as the host and as the device know them; the device may hold idle rows after them.
+
+    committed      the tokens of each row, prompt and answer so far
+    sizes          int64 [rows], how many they are
+    tail           int64 [rows, 2], the last two of them
+    seeds          int64 [rows]
+    hidden_states  [rows, hidden], what the target's output head was given to choose the last token of each row; None
+                   unless the drafter asks for it
+    """
+
+    committed: list[list[int]]
+    sizes: Tensor
+    tail: Tensor
+    seeds: Tensor
+    hidden_states: Tensor | None = None
 
 
 class Drafter(Protocol):
     """Rows are numbered as in the decoder: row i of every call is slot i of the batch."""
+
+    max_positions: int | None  # it cannot draft well, or at all, beyond so many tokens of text; None: it always can
+    wants_hidden_states: bool  # whether `Batch.hidden_states` is filled, for heads such as Medusa's
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
         """Make ready for a batch of at most `rows` rows; only ids in `vocabulary` may be drafted."""
@@ -27,8 +53,8 @@ class Drafter(Protocol):
     def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
         """New rows start at `first_row` with these prompts; each will need `room` positions at most."""
 
-    def propose(self, committed: list[list[int]], lengths: list[int], seeds: Tensor) -> Proposal:
-        """Draft up to `lengths[i]` tokens after `committed[i]` for rows 0, 1, ..."""
+    def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
+        """Draft up to `lengths[i]` tokens after the text of row i. The proposal has as many rows as `batch.sizes`."""
 
     def move_row(self, source: int, destination: int) -> None:
         """Row `source` now has the number `destination`."""
@@ -59,14 +85,24 @@ class ModelDrafter:
     The distribution is renormalised over those ids, so any choice of them keeps decoding lossless; the fewer they are,
     the cheaper a draft step is. `half_weights` makes it cheaper too: on a CPU, weights are streamed in half as many bytes.
     A token of the target that the draft has no embedding for is shown to it as the last one that it has.
+
+    Without `adaptive` all steps of a round run as one function of the device. With it the host looks at the draft's
+    confidence after every step, and a row stops where its next token would not be worth its cost.
     """
 
+    wants_hidden_states = False
+
     def __init__(
-        self, model: PreTrainedModel, head_token_ids: Sequence[int] | None = None, half_weights: bool = False
+        self,
+        model: PreTrainedModel,
+        head_token_ids: Sequence[int] | None = None,
+        half_weights: bool = False,
+        adaptive: AdaptiveDraftLength | None = None,
     ) -> None:
         self.model = model
         self.head_token_ids = head_token_ids
         self.half_weights = half_weights
+        self.adaptive = adaptive
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
         head_rows = head_size(self.model)
@@ -81,88 +117,278 @@ class ModelDrafter:
         head = self.model if whole else with_trimmed_head(self.model, self.support)
         self.cached = CachedModel(head, rows, self.half_weights)
         self.last_known = self.model.get_input_embeddings().weight.shape[0] - 1
-
-    def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
-        self.cached.reserve(room)
-        longest = max(map(len, prompts))
-        token_ids, positions = pad_right(prompts, longest, self.cached.device)
-        self.cached.forward(first_row, token_ids.clamp(max=self.last_known), positions, longest, logits_to_keep=1)
+        self._loop = Replayed(self._run, self.cached.device)
+        self._in_cache = [0] * rows  # committed tokens of each row that the cache holds
+        self._drafts = [0] * rows  # drafted tokens of each row that await verification, fed after those
 
     @property
     def max_positions(self) -> int | None:
         return self.cached.max_positions
 
-    def propose(self, committed: list[list[int]], lengths: list[int], seeds: Tensor) -> Proposal:
-        """The first step feeds the last two committed tokens: the cache may lack the one before the last, when the whole
-        block was accepted, and writing it again is harmless."""
-        device = self.cached.device
-        steps = max(lengths)
-        size = torch.tensor([len(tokens) for tokens in committed], device=device)
-        longest = max(map(len, committed))
-        token_ids = torch.tensor([tokens[-2:] for tokens in committed], device=device).clamp(max=self.last_known)
-        positions = size[:, None] + torch.tensor([-2, -1], device=device)
-        drafted, distributions = [], []
-        for step in range(steps):
-            logits = self.cached.forward(0, token_ids, positions, longest + step, logits_to_keep=1)[:, -1]
-            if self.sampling.greedy:
-                choice = logits.argmax(dim=-1)
-            else:
-                distribution = probabilities(logits, self.sampling)
-                chance = uniforms(seeds, (size + step)[:, None], PURPOSE_DRAFT)[:, 0]
-                choice = draw(distribution, chance)
-                distributions.append(distribution)
-            token_ids = self.support[choice][:, None]
-            positions = (size + step)[:, None]
-            drafted.append(token_ids)
-        return Proposal(
-            token_ids=torch.cat(drafted, dim=1),
-            lengths=torch.tensor(lengths, device=device),
-            probabilities=torch.stack(distributions, dim=1) if distributions else None,
-            support=self.support,
-        )
+    def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
+        """A prompt that is longer than the draft's context is cut there: such a row is never drafted for."""
+        limit = self.max_positions or room
+        if self.cached.reserve(min(room, limit)):
+            self._loop.clear()
+        prompts = [prompt[:limit] for prompt in prompts]
+        longest = max(map(len, prompts))
+        token_ids, positions = pad_right(prompts, longest, self.cached.device)
+        visible = self.cached.visible(longest)
+        self.cached.forward(first_row, token_ids.clamp(max=self.last_known), positions, visible, logits_to_keep=1)
+        for row, prompt in enumerate(prompts, start=first_row):
+            self._in_cache[row], self._drafts[row] = len(prompt), 0
+            if self.adaptive:
+                self.adaptive.begin(row)
+
+    def observe(self, committed: list[list[int]]) -> list[int]:
+        """Take note of what became of the last drafts; returns how many committed tokens each row's cache lacks.
+
+        The cache holds every drafted token but the last; those that were kept are committed now.
+        """
+        for row, tokens in enumerate(committed):
+            if self._drafts[row]:
+                kept = len(tokens) - self._in_cache[row] - 1
+                self._in_cache[row] += min(kept, self._drafts[row] - 1)
+                self._drafts[row] = 0
+                if self.adaptive:
+                    self.adaptive.verified(row, kept)
+        return [len(tokens) - cached for tokens, cached in zip(committed, self._in_cache, strict=False)]
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
+        """The first step feeds the tokens that the cache lacks, at least the last two: writing one again is harmless.
+
+        Near the end of the draft's context a row gets fewer tokens, and none beyond it.
+        """
+        missing = self.observe(batch.committed)
+        if limit := self.max_positions:
+            room = [max(0, limit + 1 - len(tokens)) for tokens in batch.committed]
+            lengths = [min(pair) for pair in zip(lengths, room, strict=True)]
+        if not any(lengths):
+            return certain_proposal([[]] * len(batch.sizes), self.cached.device)
+        most = max(gap for gap, length in zip(missing, lengths, strict=True) if length)
+        width = 2 if most <= 2 else 1 << (most - 1).bit_length()
+        tokens = batch.tail if width == 2 else self._last_tokens(batch, width)
+        if self.adaptive:
+            drafted, distributions, lengths = self._draft_adaptively(batch, tokens, lengths)
+        else:
+            drafted, distributions, _ = self._steps(batch, tokens, 0, max(lengths))
+        if drafted.shape[1]:
+            for row, (committed, gap) in enumerate(zip(batch.committed, missing, strict=True)):
+                self._in_cache[row] = len(committed) if gap <= width else self._in_cache[row]
+                self._drafts[row] = lengths[row]
+        lengths = [*lengths, *[0] * (len(batch.sizes) - len(lengths))]
+        return Proposal(drafted, torch.tensor(lengths, device=drafted.device), distributions, self.support)
+
+    def withdraw(self, row: int) -> None:
+        """The draft just proposed for this row is not used."""
+        self._drafts[row] = 0
 
     def move_row(self, source: int, destination: int) -> None:
         self.cached.move_row(source, destination)
+        self._in_cache[destination], self._drafts[destination] = self._in_cache[source], self._drafts[source]
+        if self.adaptive:
+            self.adaptive.move_row(source, destination)
+
+    def _last_tokens(self, batch: Batch, width: int) -> Tensor:
+        """The last `width` committed tokens of each row, [rows, width]; 0 before the first."""
+        rows = [([0] * width + tokens)[-width:] for tokens in batch.committed]
+        rows += [[0] * width] * (len(batch.sizes) - len(rows))
+        return torch.tensor(rows, device=self.cached.device)
+
+    def _draft_adaptively(
+        self, batch: Batch, tokens: Tensor, most: list[int]
+    ) -> tuple[Tensor, Tensor | None, list[int]]:
+        """Draft step by step until no row wants more; returns ids, distributions and each row's length."""
+        lengths = [0] * len(most)
+        found: list[tuple[Tensor, Tensor | None]] = []
+        while True:
+            rows = [
+                row
+                for row, length in enumerate(lengths)
+                if length == len(found) < most[row] and self.adaptive.wants_more(row)
+            ]
+            if not rows:
+                break
+            drafted, distributions, confidence = self._steps(batch, tokens, len(found), 1)
+            tokens = drafted.clone()
+            found.append((tokens, distributions if distributions is None else distributions.clone()))
+            sure = confidence[:, 0].tolist()
+            for row in rows:
+                lengths[row] += 1
+                self.adaptive.drafted(row, sure[row])
+        ids = torch.cat([batch.tail[:, :0], *[ids for ids, _ in found]], dim=1)
+        sampled = bool(found) and not self.sampling.greedy
+        return ids, torch.cat([part for _, part in found], dim=1) if sampled else None, lengths
+
+    def _steps(
+        self, batch: Batch, tokens: Tensor, done: int, steps: int
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`_run` for `steps` more drafted tokens after `done`, of which `tokens` are the last."""
+        visible = self.cached.visible(max(map(len, batch.committed)) + done + steps - 1)
+        return self._loop((steps, visible), tokens, batch.sizes + done, batch.seeds)
+
+    def _run(
+        self, steps: int, visible: int, tokens: Tensor, sizes: Tensor, seeds: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Draft `steps` tokens after `tokens` [rows, width], the last ones of texts of `sizes` [rows] tokens.
+
+        Returns ids [rows, steps], the distributions that they were drawn from [rows, steps, support] (None: greedy) and the
+        draft's highest probability at each step [rows, steps] (None: nobody asks).
+        """
+        ids, distributions, confidences = [], [], []
+        for step in range(steps):
+            width = tokens.shape[1]
+            positions = (sizes + step)[:, None] + torch.arange(-width, 0, device=sizes.device)
+            known = tokens.clamp(max=self.last_known)
+            logits = self.cached.forward(0, known, positions.clamp(min=0), visible, logits_to_keep=1)[:, -1]
+            if self.sampling.greedy:
+                choice = logits.argmax(dim=-1)
+            else:
+                distributions.append(probabilities(logits, self.sampling))
+                chance = uniforms(seeds, (sizes + step)[:, None], PURPOSE_DRAFT)[:, 0]
+                choice = draw(distributions[-1], chance)
+            if self.adaptive:
+                confidences.append(logits.float().softmax(dim=-1).amax(dim=-1))
+            tokens = self.support[choice][:, None]
+            ids.append(tokens)
+        return (
+            torch.cat(ids, dim=1),
+            torch.stack(distributions, dim=1) if distributions else None,
+            torch.stack(confidences, dim=1) if confidences else None,
+        )
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text last occurred before its end."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self.max_ngram = max_ngram
+        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
+        self._indexed = 1
+
+    def match(self, tokens: list[int]) -> tuple[int, int]:
+        """`tokens` is the text so far, longer at every call. Returns the length of the longest n-gram that ends it and
+        occurs earlier, and the index of what followed its last occurrence; (0, 0) without one."""
+        for start in range(self._indexed, len(tokens)):
+            for size in range(1, min(self.max_ngram, start) + 1):
+                self._next[size - 1][tuple(tokens[start - size : start])] = start
+        self._indexed = max(self._indexed, len(tokens))
+        for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
+            following = self._next[size - 1].get(tuple(tokens[-size:]))
+            if following is not None:
+                return size, following
+        return 0, 0
 
 
 class PromptLookupDrafter:
     """Copies what followed the last occurrence of the row's final n-gram (Saxena, "Prompt Lookup Decoding", 2023).
 
-    The longest n-gram from `max_ngram` down to 1 that occurs earlier in the row decides; without one, nothing is drafted.
+    The longest n-gram from `max_ngram` down to `min_ngram` that occurs earlier in the row decides; without one, nothing is
+    drafted.
     """
 
     max_positions = None
+    wants_hidden_states = False
 
-    def __init__(self, max_ngram: int) -> None:
+    def __init__(self, max_ngram: int, min_ngram: int = 1) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(f"n-grams need 1 <= min_ngram <= max_ngram, got {min_ngram} and {max_ngram}")
         self.max_ngram = max_ngram
+        self.min_ngram = min_ngram
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
         self.vocabulary = vocabulary if isinstance(vocabulary, range) else frozenset(vocabulary)
+        self._indexes: dict[int, NgramIndex] = {}
 
     def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
-        pass
+        for row in range(first_row, first_row + len(prompts)):
+            self._indexes[row] = NgramIndex(self.max_ngram)
 
-    def propose(self, committed: list[list[int]], lengths: list[int], seeds: Tensor) -> Proposal:
-        found = [self._continuation(tokens, length) for tokens, length in zip(committed, lengths, strict=True)]
-        width = max(map(len, found))
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in found]
-        return Proposal(
-            token_ids=torch.tensor(padded, dtype=torch.long, device=seeds.device).reshape(len(found), width),
-            lengths=torch.tensor([len(tokens) for tokens in found], device=seeds.device),
-        )
+    def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
+        found = [self.copied(row, tokens, length) for row, (tokens, length) in enumerate(zip(batch.committed, lengths))]
+        found += [[]] * (len(batch.sizes) - len(found))
+        return certain_proposal(found, batch.sizes.device)
+
+    def copied(self, row: int, tokens: list[int], length: int) -> list[int]:
+        """Up to `length` tokens to draft after `tokens`, the text of this row."""
+        size, following = self._indexes[row].match(tokens)
+        if size < self.min_ngram:
+            return []
+        copied = tokens[following : following + length]
+        legal = [token in self.vocabulary for token in copied] + [False]
+        return copied[: legal.index(False)]
 
     def move_row(self, source: int, destination: int) -> None:
-        pass
+        self._indexes[destination] = self._indexes[source]
 
-    def _continuation(self, tokens: list[int], length: int) -> list[int]:
-        for size in range(min(self.max_ngram, len(tokens) - 1), 0, -1):
-            tail = tokens[-size:]
-            for start in range(len(tokens) - size - 1, -1, -1):
-                if tokens[start : start + size] == tail:
-                    copied = tokens[start + size : start + size + length]
-                    legal = [token in self.vocabulary for token in copied] + [False]
-                    return copied[: legal.index(False)]
-        return []
+
+class LookupThenModelDrafter:
+    """Copies from the row's own text where a long enough n-gram repeats, and asks a draft model elsewhere.
+
+    Copies cost no pass of the draft model; in a round where every row copies, it does not run at all and catches up with
+    the text when it is next asked.
+    """
+
+    wants_hidden_states = False
+
+    def __init__(self, lookup: PromptLookupDrafter, model: ModelDrafter) -> None:
+        self.lookup = lookup
+        self.model = model
+
+    @property
+    def max_positions(self) -> int | None:
+        return self.model.max_positions
+
+    def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
+        self.lookup.open(rows, sampling, vocabulary)
+        self.model.open(rows, sampling, vocabulary)
+
+    def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
+        self.lookup.begin(first_row, prompts, room)
+        self.model.begin(first_row, prompts, room)
+
+    def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
+        self.model.observe(batch.committed)
+        copies = [self.lookup.copied(row, batch.committed[row], length) for row, length in enumerate(lengths)]
+        asked = [0 if copy else length for copy, length in zip(copies, lengths, strict=True)]
+        copies += [[]] * (len(batch.sizes) - len(copies))
+        copied = certain_proposal(copies, batch.sizes.device)
+        if not any(asked):
+            return copied
+        modelled = self.model.propose(batch, asked)
+        for row, copy_of_row in enumerate(copies[: len(asked)]):
+            if copy_of_row:
+                self.model.withdraw(row)
+        return _either(copied, modelled)
+
+    def move_row(self, source: int, destination: int) -> None:
+        self.lookup.move_row(source, destination)
+        self.model.move_row(source, destination)
+
+
+def certain_proposal(drafts: list[list[int]], device: torch.device) -> Proposal:
+    """Drafts of any lengths whose tokens were not drawn but are certain: q is one-hot."""
+    width = max(map(len, drafts))
+    padded = [tokens + [0] * (width - len(tokens)) for tokens in drafts]
+    return Proposal(
+        token_ids=torch.tensor(padded, dtype=torch.long, device=device).reshape(len(drafts), width),
+        lengths=torch.tensor([len(tokens) for tokens in drafts], device=device),
+    )
+
+
+def _either(certain: Proposal, drawn: Proposal) -> Proposal:
+    """Row by row the first where it has tokens, else the second."""
+    first = certain.lengths > 0
+    width = max(certain.token_ids.shape[1], drawn.token_ids.shape[1])
+    ids = [F.pad(part.token_ids, (0, width - part.token_ids.shape[1])) for part in (certain, drawn)]
+    q = drawn.probabilities
+    return Proposal(
+        token_ids=torch.where(first[:, None], *ids),
+        lengths=torch.where(first, certain.lengths, drawn.lengths),
+        probabilities=None if q is None else F.pad(q, (0, 0, 0, width - q.shape[1])),
+        support=drawn.support,
+        certain=None if q is None else first,
+    )
 
 
 def pad_right(rows: list[list[int]], width: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -227,10 +227,8 @@ def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
     found = []
     for answer in answers:
         prompt, tokens = answer.prompt_ids.tolist(), answer.answer_ids.tolist()
-        hits = []
-        for index, token in enumerate(tokens):
-            proposal = drafter.propose([prompt + tokens[:index]], [1], torch.zeros(1, dtype=torch.long))
-            hits.append(float(proposal.token_ids.flatten().tolist() == [token]))
+        drafter.begin(0, [prompt], 0)
+        hits = [float(drafter.copied(0, prompt + tokens[:index], 1) == [token]) for index, token in enumerate(tokens)]
         facts = (answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids), len(tokens))
         found.append(Agreement(*facts, trimmed_head=sum(hits), full_head=None, overlaps=hits))
     return found

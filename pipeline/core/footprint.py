@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from pipeline.core.cache import LENGTH_STEP
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import packs
 from pipeline.core.models import quiet_transformers, resolve_dtype
+from pipeline.core.replay import LENGTH_STEP
 
 if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
     from pipeline.core.comparison import EvaluateConfig

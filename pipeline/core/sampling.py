@@ -108,12 +108,18 @@ class Proposal:
     lengths        int64 [rows], how many of the k each row really proposes
     probabilities  float32 [rows, k, support], the exact distributions the tokens were drawn from; None: each is certain
     support        int64 [support], the token id of each entry of `probabilities`; None: entry i is token i
+    certain        bool [rows], rows whose tokens were not drawn from `probabilities` but are certain; None: none
     """
 
     token_ids: Tensor
     lengths: Tensor
     probabilities: Tensor | None = None
     support: Tensor | None = None
+    certain: Tensor | None = None
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The fields in order, as a function of tensors takes them."""
+        return self.token_ids, self.lengths, self.probabilities, self.support, self.certain
 
 
 def leading_run(kept: Tensor) -> Tensor:
@@ -156,8 +162,9 @@ def _draft_mass(proposal: Proposal) -> Tensor:
         return torch.ones_like(proposal.token_ids, dtype=torch.float32)
     index = proposal.token_ids
     if proposal.support is not None:
-        index = torch.searchsorted(proposal.support, index)
-    return proposal.probabilities.gather(-1, index[..., None])[..., 0]
+        index = torch.searchsorted(proposal.support, index).clamp(max=len(proposal.support) - 1)
+    mass = proposal.probabilities.gather(-1, index[..., None])[..., 0]
+    return mass if proposal.certain is None else mass.masked_fill(proposal.certain[:, None], 1.0)
 
 
 def _rejected_distribution(proposal: Proposal, accepted: Tensor, vocab: int) -> Tensor:
@@ -169,10 +176,14 @@ def _rejected_distribution(proposal: Proposal, accepted: Tensor, vocab: int) -> 
     rejected = accepted < proposal.lengths
     at = accepted.clamp(max=width - 1)
     row = torch.arange(rows, device=accepted.device)
+    copied = result.scatter(1, proposal.token_ids[row, at][:, None], 1.0)
     if proposal.probabilities is None:
-        result.scatter_(1, proposal.token_ids[row, at][:, None], 1.0)
-    elif proposal.support is None:
-        result[:, : proposal.probabilities.shape[-1]] = proposal.probabilities[row, at]
+        return copied * rejected[:, None]
+    drawn = proposal.probabilities[row, at]
+    if proposal.support is None:
+        result[:, : drawn.shape[-1]] = drawn
     else:
-        result[:, proposal.support] = proposal.probabilities[row, at]
+        result[:, proposal.support] = drawn
+    if proposal.certain is not None:
+        result = torch.where(proposal.certain[:, None], copied, result)
     return result * rejected[:, None]

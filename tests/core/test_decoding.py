@@ -92,6 +92,7 @@ class ScriptedDrafter:
     """Drafts the target's own greedy tokens, spoilt where the script of the round says False."""
 
     max_positions = None
+    wants_hidden_states = False
 
     def __init__(self, answer: list[int], script: list[list[bool]]) -> None:
         self.answer, self.script, self.calls = answer, script, 0
@@ -102,8 +103,8 @@ class ScriptedDrafter:
     def begin(self, first_row, prompts, room):
         self.prompt_length = len(prompts[0])
 
-    def propose(self, committed, lengths, seeds):
-        done = len(committed[0]) - self.prompt_length
+    def propose(self, batch, lengths):
+        done = len(batch.committed[0]) - self.prompt_length
         tokens = self.answer[done : done + lengths[0]]
         script = self.script[self.calls]
         self.calls += 1
@@ -135,9 +136,9 @@ def test_draft_cache_follows_the_committed_text():
     seen = []
 
     class Spy(ModelDrafter):
-        def propose(self, committed, lengths, seeds):
-            proposal = super().propose(committed, lengths, seeds)
-            seen.append((list(committed[0]), proposal.token_ids[0].tolist()))
+        def propose(self, batch, lengths):
+            proposal = super().propose(batch, lengths)
+            seen.append((list(batch.committed[0]), proposal.token_ids[0].tolist()))
             return proposal
 
     stats = decode(target, Spy(draft), [[5, 6, 7]], greedy(4, 80)).stats

@@ -9,7 +9,7 @@ import torch
 from tiny_models import next_logits, noisy_copy, tiny_llama
 
 from pipeline.core.decoding import DecodeConfig, decode
-from pipeline.core.drafters import ModelDrafter
+from pipeline.core.drafters import LookupThenModelDrafter, ModelDrafter, PromptLookupDrafter
 from pipeline.core.sampling import Proposal, Sampling, draw, leading_run, probabilities, row_seed, uniforms, verify
 
 VOCABULARY, DRAWS = 8, 5000
@@ -40,7 +40,7 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-@pytest.mark.parametrize("kind", ["noisy", "bfloat16", "greedy", "trimmed"])
+@pytest.mark.parametrize("kind", ["noisy", "bfloat16", "greedy", "trimmed", "lookup then model"])
 def test_first_and_second_drafted_token_follow_the_target(target, settings, kind):
     """Tokens 2 and 3 of an answer are the first two of a block; each is judged given the tokens before it."""
     noisy = noisy_copy(target, 0.3)
@@ -49,6 +49,7 @@ def test_first_and_second_drafted_token_follow_the_target(target, settings, kind
         "bfloat16": copy.deepcopy(noisy).bfloat16(),
         "greedy": GreedyDrafter(noisy),
         "trimmed": ModelDrafter(noisy, [1, 2, 4, 5, 7]),
+        "lookup then model": LookupThenModelDrafter(PromptLookupDrafter(2), ModelDrafter(noisy, [1, 2, 4, 5, 7])),
     }[kind]
     config = DecodeConfig(draft_length=2, max_new_tokens=3, **settings)
     rows = decode(target, drafter, [[3, 5]] * DRAWS, config, seed=11, slots=DRAWS).sequences
