@@ -14,8 +14,8 @@ from pipeline.core.cost_model import Costs
 MEMORY = (
     0.95  # weight of the past after each round: a row that turns from hard to easy text is noticed in some 20 rounds
 )
-PRIOR_ROUNDS = 4.0  # weight of what is believed before a row has shown anything
-PRIOR_ACCEPTANCE = 0.6
+PRIOR_ROUNDS = 2.0  # weight of what is believed before a row has shown anything
+PRIOR_ACCEPTANCE = 0.45
 
 
 @dataclass
