@@ -155,6 +155,14 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where `model` takes its token ids; accelerate says it for embeddings that it keeps elsewhere between passes."""
+    embedding = model.get_input_embeddings()
+    if embedding.weight.device.type != "meta":
+        return embedding.weight.device
+    return torch.device(embedding._hf_hook.execution_device)
+
+
 @contextlib.contextmanager
 def tuned_to_positions(layers: list[nn.Module], positions: Tensor, longest: int) -> Iterator[None]:
     """Let `layers`, those of Llama 4 without rotary embeddings, scale their queries by position.
@@ -195,7 +203,7 @@ class CachedModel:
         self.rows = rows
         self.capacity = 0
         self.model = pack_linear_layers(model, half_weights)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.dtype = model.dtype
         self.max_positions = max_positions(model.config)
         self._layers: list[RaggedLayer] = []
