@@ -26,7 +26,12 @@ CONFIGS = {
         num_hidden_layers=2, num_local_experts=6, num_experts_per_tok=2, sliding_window=6, **SHAPE
     ),
     "qwen3_moe": Qwen3MoeConfig(
-        num_hidden_layers=3, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, mlp_only_layers=[1], **SHAPE
+        num_hidden_layers=3,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        mlp_only_layers=[1],
+        **SHAPE,
     ),
     "llama4": Llama4TextConfig(**SHAPE, **LLAMA4),
     "llama4, two experts per token, all layers chunked": Llama4TextConfig(
