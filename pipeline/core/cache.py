@@ -7,13 +7,14 @@ the next pass simply writes at smaller positions, and what lies beyond is never 
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import inspect
-from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -22,7 +23,7 @@ from pipeline.core.linear import pack_linear_layers
 from pipeline.core.models import max_positions
 from pipeline.core.replay import padded_length
 
-ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass
@@ -106,7 +107,7 @@ def layer_types(config) -> list[str]:
     """The attention kind of every layer of a text model's config.
 
     Raises `PipelineError` for a model whose cache cannot be rolled back by position (recurrent or convolutional state)
-    and for attention that `visibility_masks` does not cover (chunks, layers that ignore the mask or run in a loop).
+    and for attention that `visibility_masks` does not cover (layers that ignore the mask or run in a loop).
     """
     text = config.get_text_config()
     depth = getattr(text, "num_hidden_layers", None)
@@ -121,12 +122,10 @@ def layer_types(config) -> list[str]:
     if not depth or not getattr(text, "num_attention_heads", None):
         obstacles.append("no attention layers")
     if obstacles:
-        chunked = obstacles == ["chunked_attention"]
-        reason = "chunked attention is not supported" if chunked else "its cache cannot be rolled back by position"
         raise PipelineError(
-            f"{getattr(config, 'name_or_path', '') or text.model_type}: {reason} (model type {text.model_type}:"
-            f" {', '.join(obstacles)}).",
-            "choose a transformer whose layers are full or sliding-window attention only.",
+            f"{getattr(config, 'name_or_path', '') or text.model_type}: its cache cannot be rolled back by position"
+            f" (model type {text.model_type}: {', '.join(obstacles)}).",
+            "choose a transformer whose layers are full, sliding-window or chunked attention only.",
         )
     return list(types)
 
@@ -137,20 +136,58 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
 
     `positions` [rows, queries]. One mask when all layers are of one kind, else a mask per kind as transformers takes it.
     """
-    types = set(layer_types(config))
+    types, text = set(layer_types(config)), config.get_text_config()
     slots = torch.arange(visible, device=positions.device)
     query = positions[:, None, :, None]
     masks = {"full_attention": slots <= query}
     if "sliding_attention" in types:
-        masks["sliding_attention"] = masks["full_attention"] & (slots > query - config.get_text_config().sliding_window)
+        masks["sliding_attention"] = masks["full_attention"] & (slots > query - text.sliding_window)
+    if "chunked_attention" in types:
+        chunk = text.attention_chunk_size or visible
+        masks["chunked_attention"] = masks["full_attention"] & (slots // chunk == query // chunk)
     masks = {name: masks[name] for name in types}
-    if config.get_text_config()._attn_implementation == "eager":
+    if text._attn_implementation == "eager":
         lowest = torch.finfo(dtype).min
         masks = {
             name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
             for name, mask in masks.items()
         }
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def input_device(model: PreTrainedModel) -> torch.device:
+    """Where `model` takes its token ids; accelerate says it for embeddings that it keeps elsewhere between passes."""
+    embedding = model.get_input_embeddings()
+    if embedding.weight.device.type != "meta":
+        return embedding.weight.device
+    return torch.device(embedding._hf_hook.execution_device)
+
+
+@contextlib.contextmanager
+def tuned_to_positions(layers: list[nn.Module], positions: Tensor, visible: int) -> Iterator[None]:
+    """Let `layers`, those of Llama 4 without rotary embeddings, scale their queries by position.
+
+    They scale by s(p) = 1 + attn_scale ln(1 + floor((p + 1) / floor_scale)) and count p from the cache's one length,
+    which is 0 here: within the block. While the context lasts, queries are multiplied by s(position) / s(index).
+    `positions` [rows, queries]; `visible` as in `CachedModel.forward`.
+    """
+    handles = []
+    for layer in layers:
+        if visible >= layer.floor_scale:
+            index = torch.arange(positions.shape[1], device=positions.device)
+            own, counted = (1 + layer.attn_scale * ((p + 1) // layer.floor_scale).log1p() for p in (positions, index))
+            scale = (own / counted)[..., None]
+            handles.append(layer.q_proj.register_forward_hook(partial(_scaled, scale)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _scaled(scale: Tensor, module: nn.Module, inputs: tuple, queries: Tensor) -> Tensor:
+    """A forward hook: [rows, queries, width] times [rows, queries, 1]."""
+    return (queries * scale.to(queries.device)).to(queries.dtype)
 
 
 class CachedModel:
@@ -166,10 +203,14 @@ class CachedModel:
         self.rows = rows
         self.capacity = 0
         self.model = pack_linear_layers(model, half_weights)
-        self.device = model.get_input_embeddings().weight.device
+        self.device = input_device(model)
         self.dtype = model.dtype
         self.max_positions = max_positions(model.config)
+        self.wants_head_input = False
+        self.head_input: Tensor | None = None
         self._layers: list[RaggedLayer] = []
+        tuned = (layer for layer in self.model.modules() if getattr(layer, "attn_temperature_tuning", False))
+        self._tuned = [layer for layer in tuned if not layer.use_rope]
         parameters = inspect.signature(type(model).forward).parameters
         self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
 
@@ -204,24 +245,32 @@ class CachedModel:
         place = Placement(first_row, first_row + token_ids.shape[0], positions, visible)
         for layer in self._layers:
             layer.placement = place
-        output = self.model(
-            input_ids=token_ids,
-            position_ids=positions,
-            attention_mask=visibility_masks(self.config, positions, visible, self.dtype),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            **{self._cache_argument: Cache(layers=self._layers)},
-        )
+        with tuned_to_positions(self._tuned, positions, visible), self._noting_head_input():
+            output = self.model(
+                input_ids=token_ids,
+                position_ids=positions,
+                attention_mask=visibility_masks(self.config, positions, visible, self.dtype),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                **{self._cache_argument: Cache(layers=self._layers)},
+            )
         return output.logits
 
-    def keep_hidden_states(self) -> list[Tensor]:
-        """From now on every pass leaves in the returned list what its output head was given: [rows, kept, hidden]."""
-        kept: list[Tensor] = []
-        head = copy.copy(self.model.get_output_embeddings())
-        head._forward_pre_hooks = OrderedDict(head._forward_pre_hooks)
-        head.register_forward_pre_hook(lambda module, inputs: kept.__setitem__(slice(None), inputs[:1]))
-        self.model.set_output_embeddings(head)
-        return kept
+    @contextlib.contextmanager
+    def _noting_head_input(self) -> Iterator[None]:
+        """Leave in `head_input` what the output head is given, [rows, kept, hidden], if that is wanted."""
+        if not self.wants_head_input:
+            yield
+            return
+
+        def note(head: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self.head_input = inputs[0]
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def move_row(self, source: int, destination: int) -> None:
         """Copy the cache of row `source` over row `destination`."""

@@ -205,11 +205,9 @@ class Decoder:
             self._allowed.logits,
             self.target.device,
         )
-        self._head_input: list[Tensor] | None = None
         if self.drafter is not None:
             self.drafter.open(slots, self.sampling, allowed)
-            if self.drafter.wants_hidden_states:
-                self._head_input = self.target.keep_hidden_states()
+            self.target.wants_head_input = self.drafter.wants_hidden_states
         self._verify = Replayed(self._verify_block, self.target.device)
         self.stats = Stats()
         self._rows: list[_Row] = []
@@ -302,8 +300,8 @@ class Decoder:
             logits = self.target.forward(first_row, token_ids, positions, visible)
             records = [(row.prompt_logprobs, row.tokens[1:]) for row in rows]
             self._record_logprobs(records, self._allowed.restrict(logits), self.config.prompt_logprobs)
-        if self._head_input is not None:
-            self._remember(first_row, self._head_input[0][row, index])
+        if self.target.wants_head_input:
+            self._remember(first_row, self.target.head_input[row, index])
         return logits[row, index][:, None]
 
     def _round(self) -> list[Event]:
@@ -359,8 +357,8 @@ class Decoder:
         tail = torch.cat([tail, block], dim=1).gather(1, ends)
         table = torch.cat([accepted[:, None], proposal.lengths[:, None], block], dim=1)
         hidden = None
-        if self._head_input is not None:
-            hidden = self._head_input[0][torch.arange(len(sizes), device=sizes.device), accepted]
+        if self.target.wants_head_input:
+            hidden = self.target.head_input[torch.arange(len(sizes), device=sizes.device), accepted]
         return table, torch.where(sizes > 1, sizes + accepted + 1, sizes), tail, logits, hidden
 
     def _decide(

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from pipeline.core.cache import CachedModel
+from pipeline.core.cache import CachedModel, input_device
 from pipeline.core.draft_length import AdaptiveDraftLength
+from pipeline.core.errors import PipelineError
+from pipeline.core.linear import is_dispatched
 from pipeline.core.replay import Replayed
 from pipeline.core.sampling import PURPOSE_DRAFT, Proposal, Sampling, draw, probabilities, uniforms
 
@@ -68,6 +70,11 @@ def head_size(model: PreTrainedModel) -> int:
 def with_trimmed_head(model: PreTrainedModel, token_ids: Tensor) -> PreTrainedModel:
     """A view of `model` whose output head holds only the rows of `token_ids`; logit i then belongs to token_ids[i]."""
     head = model.get_output_embeddings()
+    if is_dispatched(model) or is_dispatched(head):
+        raise PipelineError(
+            f"The head of the draft {model.config.name_or_path} cannot be trimmed: its layers are spread over devices.",
+            "load the draft whole on one device, without device_map and tp_plan.",
+        )
     trimmed = nn.Linear(head.in_features, len(token_ids), bias=head.bias is not None, device="meta")
     index = token_ids.to(head.weight.device)
     trimmed.weight = nn.Parameter(head.weight.detach()[index], requires_grad=False)
@@ -112,7 +119,7 @@ class ModelDrafter:
         if not allowed:
             raise ValueError("the draft's head and the allowed tokens have no token in common")
         self.sampling = sampling
-        self.support = torch.tensor(allowed, device=self.model.device)
+        self.support = torch.tensor(allowed, device=input_device(self.model))
         whole = len(allowed) == head_rows
         head = self.model if whole else with_trimmed_head(self.model, self.support)
         self.cached = CachedModel(head, rows, self.half_weights)

@@ -41,7 +41,18 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def can_pack(linear: nn.Linear) -> bool:
-    return type(linear) is nn.Linear and packs(linear.weight.dtype, linear.weight.device)
+    """Whether a prepacked copy can stand in for `linear`: a stock layer with plain weights, all here, and no hooks."""
+    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not is_dispatched(linear)
+    hooked = linear._forward_hooks or linear._forward_pre_hooks
+    return plain and not hooked and packs(linear.weight.dtype, linear.weight.device)
+
+
+def is_dispatched(module: nn.Module) -> bool:
+    """Whether `module` runs a forward of its own instead of its class's, as tensor parallelism and accelerate install it.
+
+    That forward belongs to this object: a view of the module would still run it, and with it the module's own children.
+    """
+    return "forward" in vars(module)
 
 
 class HalfWeightLinear(nn.Module):
@@ -96,7 +107,10 @@ def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Modul
 
     Parameters that are not packed (embeddings, norms) are shared with `model`. `half_weights` stores the packed weights
     in half as many bytes: float32 ones in float16 where the processor's FBGEMM kernels exist, bfloat16 ones in 8 bits.
+    What tensor parallelism or accelerate has dispatched stays as it is.
     """
+    if is_dispatched(model):
+        return model
     if isinstance(model, nn.Linear):
         if not can_pack(model):
             return model

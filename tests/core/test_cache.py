@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Llama4TextConfig
 
-from pipeline.core.cache import CachedModel, layer_types
+from pipeline.core.cache import CachedModel, layer_types, visibility_masks
 from pipeline.core.errors import PipelineError
 
 SHAPE = {
@@ -40,12 +40,18 @@ RECURRENT = {
     "rwkv": "no attention layers",
     "xlstm": "no attention layers",
     "jamba": "linear_attention",
+    "zamba": "hybrid",
     "zamba2": "hybrid",
     "bamba": "linear_attention",
     "falcon_h1": "hybrid",
     "qwen3_next": "linear_attention",
     "recurrent_gemma": "linear_attention|recurrent",
     "lfm2_moe": "conv_L_cache",
+    "nemotron_h": "mamba|linear_attention",
+    "kimi_linear": "linear_attention|kda",
+    "olmo_hybrid": "linear_attention",
+    "qwen3_5_text": "linear_attention",
+    "bailing_hybrid": "linear_attention",
     "minimax": "linear_attention",
     "granitemoehybrid": "linear_attention|mamba",
     "gpt_neo": "attention_types",
@@ -65,11 +71,14 @@ def test_one_convolution_among_attention_layers_is_enough():
         layer_types(CONFIG_MAPPING["lfm2"](num_hidden_layers=3, full_attn_idxs=[0, 2]))
 
 
-def test_chunked_attention_is_refused_as_such():
-    with pytest.raises(PipelineError, match="chunked attention is not supported"):
-        layer_types(Llama4TextConfig())
-    whole = ["full_attention", "full_attention"]
-    assert layer_types(Llama4TextConfig(num_hidden_layers=2, layer_types=whole)) == whole
+def test_llama_4_mixes_chunked_and_full_attention():
+    config = Llama4TextConfig(num_hidden_layers=4)
+    assert layer_types(config) == ["chunked_attention"] * 3 + ["full_attention"]
+    config.attention_chunk_size, config._attn_implementation = 3, "sdpa"
+    masks = visibility_masks(config, torch.tensor([[4, 5], [1, 2]]), 8, torch.float32)
+    seen = [[row.nonzero().flatten().tolist() for row in rows[0]] for rows in masks["chunked_attention"]]
+    assert seen == [[[3, 4], [3, 4, 5]], [[0, 1], [0, 1, 2]]]
+    assert masks["full_attention"].sum(dim=-1).flatten().tolist() == [5, 6, 2, 3]
 
 
 EAGER = ("gemma2", "gpt_oss")  # what transformers runs without fused attention, by default in some of its versions
