@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -24,13 +25,17 @@ from pipeline.adapters.targets import Target
 from pipeline.core.answers import Answer, is_looping
 from pipeline.core.artifacts import atomic_path, write_json
 from pipeline.core.errors import PipelineError
-from pipeline.core.models import cast_parameters, quiet_transformers
-from pipeline.distill import Config
+from pipeline.core.models import ModelConfig, cast_parameters, quiet_transformers
 
 BUNDLE = Path(__file__).resolve().parent / "bundle"
 LARGEST_FILE = 60 << 20  # bytes
 SHARD = "57MB"  # of tensors; the header comes on top
 PROMPTS, PROMPT_TOKENS = 32, 200
+
+
+@dataclass
+class Config:
+    target: ModelConfig
 
 
 def dev_prompts(answers: list[Answer], domain: str) -> list[list[int]]:

@@ -78,7 +78,7 @@ LARGE = Workload(
     batch_sizes=(1, 2, 4, 8, 16, 32), copied_bytes=4 << 30,
 )  # fmt: skip
 TINY = Workload(
-    hidden_size=128, intermediate_size=256, parameters=600_000,
+    hidden_size=128, intermediate_size=256, parameters=900_000,
     new_tokens=10, prompts=2, curve_prompts=1, repeats=1, draft_lengths=(1, 4),
     curve_draft_lengths=(4,), acceptances=(0.4, 0.85, 0.95), batch_sizes=(1, 2), copied_bytes=1 << 22,
 )  # fmt: skip
@@ -346,14 +346,16 @@ def device_seconds(decoder: Decoder, batch: Batch) -> float | None:
         decoder.submit(prompt, seed=0)
     decoder.step()
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for _ in range(PROFILED_ROUNDS):
+        rounds = 0
+        while decoder.busy and rounds < PROFILED_ROUNDS:
             decoder.step()
+            rounds += 1
         synchronize(decoder.target.device)
     while decoder.busy:
         decoder.step()
     events = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     intervals = [(event.time_range.start, event.time_range.end) for event in events]
-    return covered(intervals) * 1e-6 / PROFILED_ROUNDS if intervals else None
+    return covered(intervals) * 1e-6 / rounds if intervals else None
 
 
 def covered(intervals: list[tuple[float, float]]) -> float:

@@ -23,8 +23,9 @@ class _Script:
 class ScriptedDrafter:
     """Runs `drafter` for its cost, but drafts each prompt's known greedy continuation, wrong at chosen positions.
 
-    A share `token_acceptance` of a continuation's positions is right, to the nearest position. Which ones depends on
-    (seed, prompt) alone, and a higher share keeps the right positions of a lower one. Change `token_acceptance` or
+    A share `token_acceptance` of the positions after a continuation's first, which is never drafted, is right, to the
+    nearest position. Which ones depends on (seed, prompt) alone, and a higher share keeps the right positions of a lower
+    one. Change `token_acceptance` or
     `continuations` between requests. Greedy decoding only. What is drafted lies on the device before a round begins.
     """
 
@@ -65,7 +66,8 @@ class ScriptedDrafter:
 
     def _script(self, prompt: list[int], room: int) -> _Script:
         known = self.continuations[tuple(prompt)]
-        right = right_positions(len(known), self.token_acceptance, row_seed(self.seed, hash(tuple(prompt))))
+        seed = row_seed(self.seed, hash(tuple(prompt)))
+        right = [True, *right_positions(len(known) - 1, self.token_acceptance, seed)]
         first, second = self._two_ids
         drafted = [token if good else (second if token == first else first) for token, good in zip(known, right)]
         padded = drafted + [first] * (room - len(drafted))

@@ -49,7 +49,7 @@ def test_greedy_text_is_preserved_and_the_small_model_untouched(tied):
     model = small_model(tie_word_embeddings=tied)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     twin = grow(model, SHAPE, torch.float32, CPU)
-    assert uncached_greedy(twin, [1, 2, 3], 40) == uncached_greedy(model, [1, 2, 3], 40)
+    assert uncached_greedy(twin, [1, 2, 3], 24) == uncached_greedy(model, [1, 2, 3], 24)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
@@ -82,7 +82,7 @@ def test_only_what_writes_to_the_stream_is_padded_with_zeros():
         ({"num_hidden_layers": 1}, "num_hidden_layers >= 2"),
         ({"intermediate_size": 127}, "intermediate_size >= 128"),
         ({"num_attention_heads": 9}, "choose 8 or 10 heads"),
-        ({"hidden_size": 170}, "hidden_size=160"),
+        ({"hidden_size": 165}, "hidden_size=160"),
         ({"num_attention_heads": 8, "hidden_size": 100}, "hidden_size=128"),
     ],
 )
