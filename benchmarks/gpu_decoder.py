@@ -29,7 +29,8 @@ from transformers import PreTrainedModel
 
 from pipeline.core.artifacts import read_json, write_json
 from pipeline.core.comparison import machine
-from pipeline.core.cost_model import Costs, measure_costs, measured_cost_speedup
+from pipeline.core.cost_measurement import measure_costs
+from pipeline.core.cost_model import Costs, measured_cost_speedup
 from pipeline.core.cost_twin import grow, shape_near, widened_shape
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter
@@ -41,11 +42,7 @@ from pipeline.core.scripted_drafter import ScriptedDrafter
 from pipeline.core.tiny import build_tiny_target
 
 HERE = Path(__file__).resolve().parent
-SWEEP_SECONDS, CURVE_SECONDS, BATCH_SECONDS = (
-    75,
-    130,
-    165,
-)  # after these, counted from the first, a part starts nothing new
+SWEEP_SECONDS, CURVE_SECONDS, BATCH_SECONDS = 75, 130, 165  # since the start, after which a part begins nothing new
 HEAD_FILE, PROMPTS_FILE = "head_token_ids.json", "prompts.json"
 PLAIN, DISTILLED, GROWN = "plain", "distilled", "grown"
 DRAFT_SHARE = 0.016  # of the target's weights that a pass reads: a 1.1B draft of a 70B target

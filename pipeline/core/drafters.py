@@ -126,6 +126,7 @@ class ModelDrafter:
         self.last_known = self.model.get_input_embeddings().weight.shape[0] - 1
         self._loop = Replayed(self._run, self.cached.device)
         self._in_cache = [0] * rows  # committed tokens of each row that the cache holds
+        self._lengths: list[int] = []  # as last proposed; most rounds propose the same again
         self._drafts = [0] * rows  # drafted tokens of each row that await verification, fed after those
 
     @property
@@ -184,7 +185,9 @@ class ModelDrafter:
                 self._in_cache[row] = len(committed) if gap <= width else self._in_cache[row]
                 self._drafts[row] = lengths[row]
         lengths = [*lengths, *[0] * (len(batch.sizes) - len(lengths))]
-        return Proposal(drafted, torch.tensor(lengths, device=drafted.device), distributions, self.support)
+        if lengths != self._lengths:
+            self._lengths, self._lengths_on_device = lengths, torch.tensor(lengths, device=drafted.device)
+        return Proposal(drafted, self._lengths_on_device, distributions, self.support)
 
     def withdraw(self, row: int) -> None:
         """The draft just proposed for this row is not used."""

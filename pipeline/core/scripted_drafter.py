@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline.core.drafters import ModelDrafter
+from pipeline.core.drafters import Batch, ModelDrafter
 from pipeline.core.sampling import Proposal, Sampling, row_seed
 
 
@@ -25,9 +25,11 @@ class ScriptedDrafter:
 
     A share `token_acceptance` of the positions after a continuation's first, which is never drafted, is right, to the
     nearest position. Which ones depends on (seed, prompt) alone, and a higher share keeps the right positions of a lower
-    one. Change `token_acceptance` or
-    `continuations` between requests. Greedy decoding only. What is drafted lies on the device before a round begins.
+    one. Change `token_acceptance` or `continuations` between requests. Greedy decoding only. What is drafted lies on the
+    device before a round begins.
     """
+
+    wants_hidden_states = False
 
     def __init__(self, drafter: ModelDrafter, continuations: dict[tuple[int, ...], list[int]], seed: int = 0) -> None:
         self.drafter = drafter
@@ -51,13 +53,14 @@ class ScriptedDrafter:
         for row, prompt in enumerate(prompts, start=first_row):
             self._scripts[row] = self._script(prompt, room)
 
-    def propose(self, committed: list[list[int]], lengths: list[int], seeds: Tensor) -> Proposal:
-        real = self.drafter.propose(committed, lengths, seeds)
-        width = max(lengths)
+    def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
+        real = self.drafter.propose(batch, lengths)
+        width = real.token_ids.shape[1]
         blocks = []
-        for tokens, script in zip(committed, self._scripts, strict=False):
+        for tokens, script in zip(batch.committed, self._scripts, strict=False):
             start = len(tokens) - script.prompt_length
             blocks.append(script.token_ids[start : start + width])
+        blocks += [blocks[-1]] * (len(batch.sizes) - len(blocks))
         return Proposal(token_ids=torch.stack(blocks), lengths=real.lengths)
 
     def move_row(self, source: int, destination: int) -> None:
