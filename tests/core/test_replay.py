@@ -10,6 +10,8 @@ import copy
 import pytest
 import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from pipeline.core import replay
 from pipeline.core.cost_model import Costs
@@ -126,3 +128,51 @@ def test_lengths_and_rows_that_replays_share(captures):
     device = torch.device("cpu")
     assert [replay.padded_length(length, device) for length in (1, 256, 257, 1500)] == [256, 256, 512, 2048]
     assert [replay.padded_rows(rows, 6, device) for rows in (1, 2, 3, 5, 6)] == [1, 2, 4, 6, 6]
+
+
+class NoHost(TorchDispatchMode):
+    """Fails where a function would wait for the device or bring values from the host, which no graph can record."""
+
+    FORBIDDEN = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "_unique2", "unique_dim")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket.__name__ not in self.FORBIDDEN, func
+        return func(*args, **(kwargs or {}))
+
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 8},
+    "gemma3_text": {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3": {},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_nothing_that_is_captured_talks_to_the_host(captures, monkeypatch, family, temperature):
+    shape = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 128, "eos_token_id": None, "bos_token_id": None,
+    }  # fmt: skip
+    target = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**shape, **FAMILIES[family])).eval()
+    plain_capture = replay.capture
+
+    def watched(function, static, tensors):
+        function(*static, *tensors)  # a capture is preceded by such calls, which may initialise what they like
+        with NoHost():
+            return plain_capture(function, static, tensors)
+
+    monkeypatch.setattr(replay, "capture", watched)
+    config = DecodeConfig(
+        draft_length=3, max_new_tokens=12, temperature=temperature, top_k=8 if temperature else 0,
+        repetition_penalty=1.2, frequency_penalty=0.1, min_new_tokens=2, eos_token_ids=(1,), bad_words=((5,), (3, 4)),
+    )  # fmt: skip
+    decode(target, ModelDrafter(copy.deepcopy(target), range(0, 64, 2)), [[5, 6], [7]], config, seed=1)
+    assert len({len(static) for static in captures}) == 2, "the draft loop and the verification were captured"
+
+
+@pytest.mark.parametrize("talks", [lambda x: x.sum().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0])])
+def test_the_watch_notices_what_talks_to_the_host(talks):
+    with torch.inference_mode(), NoHost(), pytest.raises(AssertionError):
+        talks(torch.ones(3))
