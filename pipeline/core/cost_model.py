@@ -34,6 +34,12 @@ class Costs:
             "target_pass_seconds": {str(k + 1): seconds for k, seconds in self.target_pass_seconds.items()},
         }
 
+    @classmethod
+    def from_document(cls, document: dict[str, Any]) -> Costs:
+        """The inverse of `document`, for costs read from metrics.json."""
+        passes = {int(tokens) - 1: seconds for tokens, seconds in document["target_pass_seconds"].items()}
+        return cls(document["draft_step_seconds"], passes)
+
 
 def measured_cost_speedup(tokens_per_round: float, k: int, costs: Costs) -> float:
     """tokens per round / (k c + v(k))"""

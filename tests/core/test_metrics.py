@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.core.cost_model import Costs, best_draft_length, classic_speedup, measured_cost_speedup, simple_speedup
 from pipeline.core.evaluation import Agreement, agreement_metrics
 from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, ratio, ratio_measure
 
@@ -56,18 +55,6 @@ def test_expected_first_acceptance_is_what_rounds_over_the_answers_give(draft_le
     assert expected_first_acceptance(runs, draft_length) < np.mean(runs), "hard stretches begin more rounds"
     assert expected_first_acceptance([[0.3, 0.5, 0.5]], 1) == pytest.approx(0.5)
     assert expected_first_acceptance([[1.0]], 3) is None
-
-
-def test_predicted_speedups():
-    costs = Costs(draft_step_seconds=0.1, target_pass_seconds={0: 1.0, 1: 1.0, 3: 1.2})
-    assert costs.cost_ratio == pytest.approx(0.1) and costs.verify_cost(3) == pytest.approx(1.2)
-    assert measured_cost_speedup(2.1, 3, costs) == pytest.approx(2.1 / 1.5)
-    assert classic_speedup(0.5, 3, 0.1) == pytest.approx((1 - 0.5**4) / (0.5 * 1.3))
-    assert classic_speedup(1.0, 3, 0.1) == pytest.approx(4 / 1.3)
-    assert simple_speedup(0.5, 0.1) == pytest.approx(1 / 0.55)
-    assert simple_speedup(0.0, 0.9) == 1.0
-    assert best_draft_length([0.9, 0.9, 0.9], [1, 3], costs) == 3
-    assert best_draft_length([0.1, 0.0, 0.0], [1, 3], costs) == 1
 
 
 def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():
