@@ -15,9 +15,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from pipeline.core.attention import GROUPED
 from pipeline.core.errors import PipelineError
-from pipeline.core.linear import pack_linear_layers
 from pipeline.core.models import max_positions
+from pipeline.core.packing import decoding_view
 
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LENGTH_STEP = 32  # the cache grows, and the visible part of it is cut, in multiples of this many positions
@@ -130,8 +131,8 @@ def layer_types(config) -> list[str]:
 
 
 def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Attention masks [rows, 1, queries, visible]: True where a query sees a slot, or for eager attention, which adds
-    its mask to the scores, 0 there and the lowest number of `dtype` elsewhere.
+    """Attention masks [rows, 1, queries, visible]: True where a query sees a slot, or for attention that adds its mask
+    to the scores, 0 there and the lowest number of `dtype` elsewhere.
 
     `positions` [rows, queries]. One mask when all layers are of one kind, else a mask per kind as transformers takes it.
     """
@@ -142,7 +143,7 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
     if "sliding_attention" in types:
         masks["sliding_attention"] = masks["full_attention"] & (slots > query - config.get_text_config().sliding_window)
     masks = {name: masks[name] for name in types}
-    if config.get_text_config()._attn_implementation == "eager":
+    if config.get_text_config()._attn_implementation in ("eager", GROUPED):
         lowest = torch.finfo(dtype).min
         masks = {
             name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
@@ -154,16 +155,16 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
 class CachedModel:
     """A causal language model together with a ragged cache of `rows` rows.
 
-    The model given is left untouched; on a CPU its linear layers are replaced by prepacked ones in a view of it, with
-    `half_weights` in half as many bytes.
+    The model given is left untouched; what runs is a view of it made for decoding, on a CPU with `half_weights` in half
+    as many bytes.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, half_weights: bool = False) -> None:
         layer_types(model.config)
-        self.config = model.config
+        self.model = decoding_view(model, half_weights)
+        self.config = self.model.config
         self.rows = rows
         self.capacity = 0
-        self.model = pack_linear_layers(model, half_weights)
         self.device = model.get_input_embeddings().weight.device
         self.dtype = model.dtype
         self.max_positions = max_positions(model.config)
