@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 GROUPED = "grouped"  # the name under which transformers finds `grouped_attention`
 FEW_QUERIES = 32  # beyond so many queries per row, repeating the keys costs little against the arithmetic
@@ -47,3 +48,4 @@ def grouped_attention(
 
 
 AttentionInterface.register(GROUPED, grouped_attention)
+AttentionMaskInterface.register(GROUPED, sdpa_mask)
