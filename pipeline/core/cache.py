@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from pipeline.core.attention import GROUPED
 from pipeline.core.errors import PipelineError
-from pipeline.core.linear import pack_linear_layers
+from pipeline.core.linear import is_dispatched
 from pipeline.core.models import max_positions
+from pipeline.core.packing import decoding_view
 from pipeline.core.replay import padded_length
 
 ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -131,8 +133,8 @@ def layer_types(config) -> list[str]:
 
 
 def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-    """Attention masks [rows, 1, queries, visible]: True where a query sees a slot, or for eager attention, which adds
-    its mask to the scores, 0 there and the lowest number of `dtype` elsewhere.
+    """Attention masks [rows, 1, queries, visible]: True where a query sees a slot, or for attention that adds its mask
+    to the scores, 0 there and the lowest number of `dtype` elsewhere.
 
     `positions` [rows, queries]. One mask when all layers are of one kind, else a mask per kind as transformers takes it.
     """
@@ -146,7 +148,7 @@ def visibility_masks(config, positions: Tensor, visible: int, dtype: torch.dtype
         chunk = text.attention_chunk_size or visible
         masks["chunked_attention"] = masks["full_attention"] & (slots // chunk == query // chunk)
     masks = {name: masks[name] for name in types}
-    if text._attn_implementation == "eager":
+    if text._attn_implementation in ("eager", GROUPED):
         lowest = torch.finfo(dtype).min
         masks = {
             name: torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)
@@ -193,17 +195,18 @@ def _scaled(scale: Tensor, module: nn.Module, inputs: tuple, queries: Tensor) ->
 class CachedModel:
     """A causal language model together with a ragged cache of `rows` rows.
 
-    The model given is left untouched; on a CPU its linear layers are replaced by prepacked ones in a view of it, with
-    `half_weights` in half as many bytes.
+    The model given is left untouched; what runs is a view of it made for decoding, on a CPU with `half_weights` in half
+    as many bytes.
     """
 
     def __init__(self, model: PreTrainedModel, rows: int, half_weights: bool = False) -> None:
         layer_types(model.config)
-        self.config = model.config
+        self.model = decoding_view(model, half_weights)
+        self.config = self.model.config
         self.rows = rows
         self.capacity = 0
-        self.model = pack_linear_layers(model, half_weights)
         self.device = input_device(model)
+        self.is_whole = not any(map(is_dispatched, model.modules()))  # on one device, in one process
         self.dtype = model.dtype
         self.max_positions = max_positions(model.config)
         self.wants_head_input = False

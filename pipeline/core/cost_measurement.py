@@ -32,7 +32,7 @@ def measure_costs(
     drafter.open(rows, Sampling(), range(vocabulary))
     texts = [[(row + 7919 * index) % vocabulary for index in range(room)] for row in range(rows)]
     token_ids, positions = pad_right(texts, room, cached.device)
-    run = Replayed(lambda visible, *tensors: (cached.forward(0, *tensors, visible),), cached.device)
+    run = Replayed(lambda visible, *tensors: (cached.forward(0, *tensors, visible),), cached.device, cached.is_whole)
     cached.forward(0, token_ids[:, :context], positions[:, :context], cached.visible(context), logits_to_keep=1)
 
     def target_pass(k: int) -> None:

@@ -208,7 +208,7 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.open(slots, self.sampling, allowed)
             self.target.wants_head_input = self.drafter.wants_hidden_states
-        self._verify = Replayed(self._verify_block, self.target.device)
+        self._verify = Replayed(self._verify_block, self.target.device, self.target.is_whole)
         self.stats = Stats()
         self._rows: list[_Row] = []
         self._waiting: deque[_Row] = deque()

@@ -124,7 +124,7 @@ class ModelDrafter:
         head = self.model if whole else with_trimmed_head(self.model, self.support)
         self.cached = CachedModel(head, rows, self.half_weights)
         self.last_known = self.model.get_input_embeddings().weight.shape[0] - 1
-        self._loop = Replayed(self._run, self.cached.device)
+        self._loop = Replayed(self._run, self.cached.device, self.cached.is_whole)
         self._in_cache = [0] * rows  # committed tokens of each row that the cache holds
         self._lengths: list[int] = []  # as last proposed; most rounds propose the same again
         self._drafts = [0] * rows  # drafted tokens of each row that await verification, fed after those

@@ -1,8 +1,8 @@
 """Linear layers whose weights oneDNN has laid out for small batches, for decoding on a CPU.
 
 A decoding step multiplies a few rows by every weight of the model, so it is bound by how fast the weights stream from
-memory. The stock matrix product reads them in an order that suits large batches; the prepacked layout reads them
-once, in cache-line blocks.
+memory. The stock product of a few rows copies the weights into blocks first, in every call; the prepacked layout is read
+as it lies. A single float32 row is the exception: a plain matrix-vector product streams faster.
 """
 
 from __future__ import annotations
@@ -11,26 +11,38 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear as linear_product
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 INT8_COLUMNS = 16  # the 8-bit kernel reads so many inputs at a time, also beyond the end of a row
 FEW_ROWS = 4  # up to so many rows, 8-bit weights are multiplied faster than bfloat16 ones
+NARROW_INPUTS = 1024  # dot products shorter than this keep up with the memory only if many outputs are summed at once
 PACKED_FOR_ROWS = 4  # the number of rows oneDNN chooses the layout for; one layout serves all batch sizes
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W prepacked; inference only."""
+    """y = x W^T + b with W prepacked, and W as it multiplies single rows; inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().contiguous(), PACKED_FOR_ROWS)
+        weight = linear.weight.detach().contiguous()
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
+        self.single_row_weight = _for_single_rows(weight) if weight.dtype == torch.float32 else None
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
+        if self.single_row_weight is not None and inputs.numel() == self.in_features:
+            return linear_product(inputs, self.single_row_weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+
+
+def _for_single_rows(weight: Tensor) -> Tensor:
+    """[outputs, inputs] in the order in which memory should hold it for matrix-vector products; shared where it does."""
+    outputs, inputs = weight.shape
+    return weight.t().contiguous().t() if inputs < NARROW_INPUTS and inputs < outputs else weight
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
@@ -40,11 +52,16 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether calling `module` runs its class's forward and nothing else: no hooks, no forward put in its place."""
+    return not (module._forward_hooks or module._forward_pre_hooks or is_dispatched(module))
+
+
 def can_pack(linear: nn.Linear) -> bool:
     """Whether a prepacked copy can stand in for `linear`: a stock layer with plain weights, all here, and no hooks."""
-    plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter and not is_dispatched(linear)
-    hooked = linear._forward_hooks or linear._forward_pre_hooks
-    return plain and not hooked and packs(linear.weight.dtype, linear.weight.device)
+    if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not has_own_forward(linear):
+        return False
+    return packs(linear.weight.dtype, linear.weight.device)
 
 
 def is_dispatched(module: nn.Module) -> bool:

@@ -42,14 +42,17 @@ class Replayed:
 
     `static` are plain values that decide what is computed: one capture per combination of them and of the tensors' shapes.
     What a replay returns is overwritten by the next replay of the same capture. A function that cannot be captured, since
-    it waits for the device or allocates in a way that graphs do not allow, runs as it is, after one warning.
+    it waits for the device or allocates in a way that graphs do not allow, runs as it is, after one warning; one over a
+    model on several devices (`whole` is False) always does.
     """
 
-    def __init__(self, function: Callable[..., tuple[Tensor | None, ...]], device: torch.device) -> None:
+    def __init__(
+        self, function: Callable[..., tuple[Tensor | None, ...]], device: torch.device, whole: bool = True
+    ) -> None:
         self.function = function
         self.device = device
         self.captured: dict[tuple, Callable[..., tuple[Tensor | None, ...]]] = {}
-        self.fails = False
+        self.fails = not whole
 
     def __call__(self, static: tuple, *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
         if self.fails or not replays(self.device):
