@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from pipeline.core.cache import CachedModel, input_device
-from pipeline.core.draft_length import AdaptiveDraftLength
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import is_dispatched
 from pipeline.core.replay import Replayed
@@ -62,6 +61,25 @@ class Drafter(Protocol):
         """Row `source` now has the number `destination`."""
 
 
+class DraftLengthPolicy(Protocol):
+    """Decides how long each row's drafts are while they are made; see `pipeline.core.draft_length`."""
+
+    def begin(self, row: int) -> None:
+        """A new text starts in this row."""
+
+    def move_row(self, source: int, destination: int) -> None:
+        """Row `source` now has the number `destination`."""
+
+    def wants_more(self, row: int) -> bool:
+        """Whether the row's draft in progress should get another token."""
+
+    def drafted(self, row: int, confidence: float) -> None:
+        """It got one, the draft's most probable having had this probability."""
+
+    def verified(self, row: int, kept: int) -> None:
+        """The target kept the first `kept` tokens of it; it is no longer in progress."""
+
+
 def head_size(model: PreTrainedModel) -> int:
     """Number of logits, padding included."""
     return model.get_output_embeddings().out_features
@@ -104,7 +122,7 @@ class ModelDrafter:
         model: PreTrainedModel,
         head_token_ids: Sequence[int] | None = None,
         half_weights: bool = False,
-        adaptive: AdaptiveDraftLength | None = None,
+        adaptive: DraftLengthPolicy | None = None,
     ) -> None:
         self.model = model
         self.head_token_ids = head_token_ids
