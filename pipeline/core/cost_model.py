@@ -22,10 +22,14 @@ from pipeline.core.sampling import Sampling
 
 @dataclass
 class Costs:
-    """Seconds of one draft step and of a target pass over k + 1 tokens, k = 0, 1, ...; medians."""
+    """Seconds of one draft step and of a target pass over k + 1 tokens, k = 0, 1, ...; medians.
+
+    For a mixture of experts also the mean number of distinct experts per layer that so many tokens touch.
+    """
 
     draft_step_seconds: float
     target_pass_seconds: dict[int, float]
+    experts_touched: dict[int, float] | None = None  # by the number of tokens in the pass; None: not a mixture
 
     @property
     def cost_ratio(self) -> float:
@@ -37,11 +41,13 @@ class Costs:
         return self.target_pass_seconds[k] / self.target_pass_seconds[0]
 
     def document(self) -> dict[str, Any]:
-        """As metrics.json keeps them; `target_pass_seconds` by the number of tokens in the pass."""
+        """As metrics.json keeps them; `target_pass_seconds` and `experts_touched` by the number of tokens in the pass."""
         return {
             "cost_ratio": self.cost_ratio,
             "draft_step_seconds": self.draft_step_seconds,
             "target_pass_seconds": {str(k + 1): seconds for k, seconds in self.target_pass_seconds.items()},
+            "experts_touched": self.experts_touched
+            and {str(count): experts for count, experts in self.experts_touched.items()},
         }
 
 
