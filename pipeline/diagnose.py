@@ -54,6 +54,10 @@ from pipeline.register import RegistryConfig, check_receipt
 from pipeline.stage import execute, input_path
 
 GIB = 1 << 30
+SPREAD = (
+    "spread the target over devices (target.device_map=auto, or tensor parallelism where one's own code loads it), or"
+    " evaluate through the serving engine"
+)
 TIGHT = 0.85  # share of what is free from which on a need is worth a warning
 FILLER = "the Licensee shall not assign or transfer this Agreement without the written consent of the Licensor".split()
 
@@ -281,14 +285,14 @@ def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Pass
 def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Passed:
     if stage == "generate":
         needs = pair.generate_memory(config.generate.batch_size, prompt + config.generate.max_new_tokens)
-        remedy = "lower generate.batch_size, or set target.quantization or target.device_map=auto."
+        remedy = f"lower generate.batch_size, set target.quantization, {SPREAD}."
     elif stage == "distill":
         needs = pair.distill_memory(config.distill)
         remedy = "lower distill.tokens_per_forward, or choose a smaller draft."
     else:
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
         needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions)
-        remedy = "lower evaluate.tokens_per_forward, or set target.device_map=auto."
+        remedy = f"lower evaluate.tokens_per_forward, {SPREAD}."
     free = footprint.free_memory_bytes(pair.device, all_devices=config.target.device_map is not None)
     return _compare("memory", needs, free, remedy)
 

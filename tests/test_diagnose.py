@@ -204,6 +204,8 @@ def test_too_little_memory_and_disk(cfg, monkeypatch):
     found = findings(cfg)
     assert failed(found) == ["memory of distill", "memory of evaluate", "disk"]
     assert "6.0 MiB free: too little memory" in found["memory of distill"].detail
+    for words in ("target.device_map=auto", "tensor parallelism", "through the serving engine"):
+        assert words in found["memory of evaluate"].remedy
     monkeypatch.setattr(footprint, "free_memory_bytes", lambda *_, **__: 4 << 20)
     assert findings(cfg)["memory of generate"].result == "warning"
     monkeypatch.setattr(footprint, "free_memory_bytes", lambda *_, **__: None)

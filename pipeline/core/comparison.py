@@ -36,6 +36,7 @@ from pipeline.core.evaluation import (
     time_candidates,
     time_one,
 )
+from pipeline.core.experts import experts_touched
 from pipeline.core.linear import pack_linear_layers
 from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, no_data
 from pipeline.core.models import max_positions
@@ -43,6 +44,7 @@ from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
 COST_CONTEXT_TOKENS, COST_REPEATS = 128, 9
+EXPERT_TEXTS = 16  # golden prompts with answers over which the experts of a mixture are counted
 SERVED_GAP_WORTH_A_WARNING = 0.1
 
 
@@ -128,7 +130,7 @@ def evaluate(
     _check_lengths(models, [*dev, *golden], max(lengths), config)
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
-    costs = measure_costs(packed.target, models.drafter(models.distilled), lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    costs = _costs(packed, dev, lengths)
     settings = DecodeConfig(
         draft_length=decode.draft_length or max(lengths),
         max_new_tokens=config.max_new_tokens,
@@ -165,6 +167,15 @@ def evaluate(
         "machine": machine(),
     }
     return Outcome(metrics, requests)
+
+
+def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_model.Costs:
+    """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
+    drafter = models.drafter(models.distilled)
+    costs = measure_costs(models.target, drafter, lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
+    costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
+    return costs
 
 
 def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int, config: EvaluateConfig) -> None:

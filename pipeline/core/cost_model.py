@@ -12,10 +12,14 @@ from typing import Any
 
 @dataclass
 class Costs:
-    """Seconds of one draft step and of a target pass over k + 1 tokens, k = 0, 1, ...; medians."""
+    """Seconds of one draft step and of a target pass over k + 1 tokens, k = 0, 1, ...; medians.
+
+    For a mixture of experts also the mean number of distinct experts per layer that so many tokens touch.
+    """
 
     draft_step_seconds: float
     target_pass_seconds: dict[int, float]
+    experts_touched: dict[int, float] | None = None  # by the number of tokens in the pass; None: not a mixture
 
     @property
     def cost_ratio(self) -> float:
@@ -27,18 +31,21 @@ class Costs:
         return self.target_pass_seconds[k] / self.target_pass_seconds[0]
 
     def document(self) -> dict[str, Any]:
-        """As metrics.json keeps them; `target_pass_seconds` by the number of tokens in the pass."""
+        """As metrics.json keeps them; `target_pass_seconds` and `experts_touched` by the number of tokens in the pass."""
         return {
             "cost_ratio": self.cost_ratio,
             "draft_step_seconds": self.draft_step_seconds,
             "target_pass_seconds": {str(k + 1): seconds for k, seconds in self.target_pass_seconds.items()},
+            "experts_touched": self.experts_touched
+            and {str(count): experts for count, experts in self.experts_touched.items()},
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any]) -> Costs:
         """The inverse of `document`, for costs read from metrics.json."""
         passes = {int(tokens) - 1: seconds for tokens, seconds in document["target_pass_seconds"].items()}
-        return cls(document["draft_step_seconds"], passes)
+        experts = document["experts_touched"] and {int(n): mean for n, mean in document["experts_touched"].items()}
+        return cls(document["draft_step_seconds"], passes, experts)
 
 
 def measured_cost_speedup(tokens_per_round: float, k: int, costs: Costs) -> float:

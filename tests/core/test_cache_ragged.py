@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_models import noisy_copy, uncached_greedy
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
-from pipeline.core.cache import CachedModel
+from pipeline.core.cache import CachedModel, layer_types
 from pipeline.core.decoding import DecodeConfig, decode
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.linear import (
@@ -44,6 +44,39 @@ def test_sliding_windows_are_right_beyond_the_window(family):
     for draft in (None, copy.deepcopy(target), noisy_copy(target, 0.02)):
         result = decode(target, draft, prompts, DecodeConfig(draft_length=3, max_new_tokens=30))
         assert [sequence.token_ids for sequence in result.sequences] == expected
+
+
+LAYERS = {
+    "full": ["full_attention", "full_attention"],
+    "sliding": ["sliding_attention", "sliding_attention"],
+    "mixed": ["sliding_attention", "full_attention"],
+}
+
+
+def layered(kinds: str) -> PreTrainedModel:
+    """Qwen3 with the layers that `kinds` names; the weights are the same whatever they are."""
+    torch.manual_seed(0)
+    config = Qwen3Config(num_hidden_layers=2, layer_types=LAYERS[kinds], use_sliding_window=True, **SHAPE)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kinds", LAYERS)
+def test_windows_on_target_and_draft_need_not_agree(kinds):
+    """Full, sliding and mixed layers on either side; prompts shorter and longer than the window, k within and beyond."""
+    target = layered(kinds)
+    assert set(layer_types(target.config)) == set(LAYERS[kinds])
+    prompts = [[1, 2, 3], [index * 7 % 100 for index in range(20)]]
+    expected = [uncached_greedy(target, prompt, 16) for prompt in prompts]
+    others = [uncached_greedy(layered(other), prompts[1], 16) for other in LAYERS if other != kinds]
+    assert expected[1] not in others, "the window must matter"
+    kept = []
+    for other in LAYERS:
+        draft = noisy_copy(layered(other), 0.015)
+        for k in (1, 3, 8):
+            result = decode(target, draft, prompts, DecodeConfig(draft_length=k, max_new_tokens=16))
+            assert [sequence.token_ids for sequence in result.sequences] == expected, (other, k)
+            kept.append(result.stats.accepted / result.stats.drafted)
+    assert 0 < min(kept) < 1, "the drafts must be kept and refused"
 
 
 def test_growing_keeps_what_is_stored():

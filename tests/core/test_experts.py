@@ -7,6 +7,7 @@ import torch
 from test_families import CONFIGS, build
 from tiny_models import tiny_llama
 
+from pipeline.core.cost_model import Costs
 from pipeline.core.experts import experts_touched, routers
 
 TEXTS = [[index * 7 % 100 for index in range(40)], [index * 11 % 100 for index in range(25)]]
@@ -51,3 +52,12 @@ def test_the_count_is_that_of_the_routers_own_logits(family):
 
 def test_a_dense_model_touches_none():
     assert experts_touched(tiny_llama(), TEXTS, [1, 2]) is None
+
+
+def test_the_counts_stand_beside_the_times_of_the_same_passes():
+    costs = Costs(1.0, {0: 2.0, 3: 3.0})
+    assert costs.document()["experts_touched"] is None
+    costs.experts_touched = experts_touched(build(CONFIGS["mixtral"]), TEXTS, [1, 4])
+    document = costs.document()
+    assert document["experts_touched"].keys() == document["target_pass_seconds"].keys() == {"1", "4"}
+    assert document["experts_touched"]["1"] == 2.0 < document["experts_touched"]["4"]

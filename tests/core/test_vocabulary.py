@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
+import torch
+from tiny_models import noisy_copy, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pipeline.core.answers import Answer
+from pipeline.core.decoding import DecodeConfig, decode
+from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.sampling import Sampling
 from pipeline.core.tiny import build_tiny_tokenizer
@@ -58,6 +64,42 @@ def test_an_added_token_on_one_side_is_never_drafted(special):
         match = match_vocabularies(*pair, 264, 264)
         assert target.convert_tokens_to_ids("<x>") == 259 and match.shared_ids == range(259)
         assert "from 259 on are never drafted" in match.warnings[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_never_emits_the_token_that_only_it_has(temperature):
+    """T03: the draft's head prefers its extra token <x> everywhere, and neither drafts nor answers hold it."""
+    draft_tokenizer = build_tiny_tokenizer()
+    draft_tokenizer.add_tokens(["<x>"])
+    match = match_vocabularies(build_tiny_tokenizer(), draft_tokenizer, 264, 264)
+    target = tiny_llama(vocabulary=264, tie_word_embeddings=False)
+    draft = noisy_copy(target, 0.01)
+    with torch.no_grad():
+        draft.lm_head.weight[259] = 1e3 * draft.lm_head.weight[0]
+    drafted = []
+
+    class Spy(ModelDrafter):
+        def propose(self, committed, lengths, seeds):
+            proposal = super().propose(committed, lengths, seeds)
+            drafted.extend(proposal.token_ids.flatten().tolist())
+            return proposal
+
+    config = DecodeConfig(3, 20, temperature=temperature, allowed_token_ids=match.shared_ids)
+    result = decode(target, Spy(draft), [[5, 6]] * 4, config, seed=0)
+    assert drafted and max(drafted) < 259
+    assert max(max(sequence.token_ids) for sequence in result.sequences) < 259
+
+
+def test_a_begin_token_flag_and_the_name_of_the_class_are_harmless(tmp_path):
+    """T03: what a tokenizer would put before a text, and what its class is called, change no id."""
+    build_tiny_tokenizer().save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings |= {"add_bos_token": True, "bos_token": "<|im_start|>", "tokenizer_class": "LlamaTokenizerFast"}
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    match = match_vocabularies(build_tiny_tokenizer(), PreTrainedTokenizerFast.from_pretrained(tmp_path), 259, 259)
+    assert match.shared_ids == range(259)
+    assert match.warnings == ["bos_token differs: None in the target, '<|im_start|>' in the draft"]
 
 
 def test_a_special_token_may_go_by_another_name():
