@@ -444,11 +444,11 @@ def load_pair(config: Config, dtype: str) -> Pair:
 
 
 def tiny_pair(folder: Path, dtype: str) -> Pair:
-    """The tiny target with half of its layers as the draft."""
+    """The tiny target with three of its four layers as the draft."""
     save_tiny_target(folder)
     target = load_model(str(folder), ModelConfig(id=str(folder), dtype=dtype))
     head = list(range(target.config.vocab_size))
-    return Pair(target, keep_layers(target, [0, 3]), head, False, range(len(head)), str(folder), str(folder), None)
+    return Pair(target, keep_layers(target, [0, 1, 2]), head, False, range(len(head)), str(folder), str(folder), None)
 
 
 def tiny_texts(settings: Settings) -> Texts:
