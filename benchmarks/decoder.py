@@ -114,6 +114,14 @@ class Texts:
     long: list[int]
 
 
+@dataclass(frozen=True)
+class VllmOptions:
+    """The Python that has vLLM, None to leave its legs out, and whether it compiles the models before it serves."""
+
+    python: Path | None
+    compile: bool
+
+
 class CostProbe:
     """Pass times of a pair, taken again and again beside the timed legs at the context lengths of their prompts."""
 
@@ -256,23 +264,24 @@ def llama_legs(pair: Pair, settings: Settings, longest: int, skipped: dict[str, 
 
 
 def vllm_legs(
-    pair: Pair, settings: Settings, python: Path | None, k: int, longest: int, skipped: dict[str, str]
+    pair: Pair, settings: Settings, options: VllmOptions, k: int, longest: int, skipped: dict[str, str]
 ) -> dict[str, VllmProcess]:
     """vLLM's plain decoding and its draft-model speculation; a failed start is no reason to lose the other legs."""
     legs: dict[str, VllmProcess] = {}
     dtype = str(pair.target.dtype).removeprefix("torch.")
     for name, draft in ((VLLM_PLAIN, None), (VLLM_DRAFT, pair.draft_folder)):
-        if python is None:
+        if options.python is None:
             skipped[name] = "no --vllm-python given"
             continue
         print(f"Starting {name} in {dtype} ...", file=sys.stderr)
         try:
-            leg = VllmProcess(python, pair.target_folder, draft, k, dtype, longest, settings.new_tokens)
+            engine = {"model": pair.target_folder, "dtype": dtype, "max_model_len": longest}
+            leg = VllmProcess(options.python, engine, draft, k, options.compile, settings.new_tokens)
             leg([1, 2, 3])
             legs[name] = leg
         except PipelineError as error:
             print(f"warning: {name}: {error}", file=sys.stderr)
-            skipped[name] = str(error).strip().splitlines()[-1]
+            skipped[name] = error.reason
     return legs
 
 
@@ -301,11 +310,11 @@ def sweep(pair: Pair, stock: PreTrainedModel, texts: Texts, settings: Settings, 
 
 
 def main_legs(
-    pair: Pair, stock: PreTrainedModel, texts: Texts, settings: Settings, k: int, python: Path | None, result: dict
+    pair: Pair, stock: PreTrainedModel, texts: Texts, settings: Settings, k: int, options: VllmOptions, result: dict
 ) -> None:
     """Time the legs that the comparison is about; adds `legs` and `prediction` to `result`."""
     longest = max(map(len, texts.domain)) + settings.new_tokens + k + 1
-    servers = vllm_legs(pair, settings, python, k, longest, result["skipped"])
+    servers = vllm_legs(pair, settings, options, k, longest, result["skipped"])
     legs = {
         **our_legs(pair, settings, [k]),
         **adaptive_legs(pair, settings),
@@ -323,7 +332,8 @@ def main_legs(
             server.close()
     result["legs"] = summaries(runs, range(len(texts.domain)))
     result["prediction"] = prediction(result["legs"][our_name(k)], result["legs"][OUR_PLAIN], k, probe.median())
-    result["vllm_version"] = next((server.version for server in servers.values()), None)
+    mode = "compiled" if options.compile else "eager"
+    result["vllm"] = next(({"version": server.version, "mode": mode} for server in servers.values()), None)
 
 
 def adaptive_ratio(pair: Pair, texts: Texts, settings: Settings, best_fixed: int, result: dict) -> float | None:
@@ -371,7 +381,7 @@ def round_seconds(pair: Pair, texts: Texts, settings: Settings, k: int) -> dict[
 
 
 def measure(
-    pair: Pair, texts: Texts, settings: Settings, python: Path | None, draft_length: int | None, dtype: str
+    pair: Pair, texts: Texts, settings: Settings, options: VllmOptions, draft_length: int | None, dtype: str
 ) -> dict:
     """Everything about one data type; briefly where the `draft_length` is given."""
     stock, brief = pair.target, draft_length is not None
@@ -383,7 +393,7 @@ def measure(
     else:
         draft_length, best_mixed = sweep(pair, stock, texts, settings, result)
     result["draft_length"] = draft_length
-    main_legs(pair, stock, texts, settings, draft_length, python, result)
+    main_legs(pair, stock, texts, settings, draft_length, options, result)
     if not brief:
         values["adaptive"] = adaptive_ratio(pair, texts, settings, best_mixed, result)
         result["batch_tokens_per_second"] = batch_rate(pair, texts, settings)
@@ -480,6 +490,9 @@ def parse_arguments() -> argparse.Namespace:
         help="data types, the first one measured in full; default: %(default)s",
     )
     parser.add_argument("--vllm-python", type=vllm_python, help="the Python of a virtual environment that has vLLM")
+    parser.add_argument(
+        "--vllm-compile", action="store_true", help="let vLLM compile the models first: minutes, then somewhat faster"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="where the figures go; default: %(default)s")
     parser.add_argument("--quick", action="store_true", help="try every step on a tiny model; the figures mean nothing")
     arguments = parser.parse_args()
@@ -488,11 +501,18 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def command(arguments: argparse.Namespace) -> str:
+    """The command line, without the place of vLLM's Python."""
+    place = arguments.vllm_python
+    return " ".join("PATH" if place and Path(word).absolute() == place else word for word in sys.argv)
+
+
 def run(arguments: argparse.Namespace) -> dict:
     """Measure each data type; returns what the JSON file holds."""
     settings = QUICK if arguments.quick else FULL
     with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
         config = stage.typed_config(compose("config"), Config)
+    options = VllmOptions(arguments.vllm_python, arguments.vllm_compile)
     with tempfile.TemporaryDirectory() as folder:
         texts = tiny_texts(settings) if arguments.quick else load_texts(settings, config.seed)
         found: list[dict] = []
@@ -500,10 +520,10 @@ def run(arguments: argparse.Namespace) -> dict:
             k = found[0]["draft_length"] if found else None
             with quiet_transformers():
                 pair = tiny_pair(Path(folder), dtype) if arguments.quick else load_pair(config, dtype)
-                found.append(measure(pair, texts, settings, arguments.vllm_python, k, dtype))
+                found.append(measure(pair, texts, settings, options, k, dtype))
             print_tables(found[-1])
     return {
-        "command": " ".join(sys.argv),
+        "command": command(arguments),
         "machine": machine(),
         "model": "tiny" if arguments.quick else config.target.name,
         "settings": dataclasses.asdict(settings),

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -126,18 +127,18 @@ def _with_generation_config(model: PreTrainedModel, **settings) -> PreTrainedMod
 
 
 class VllmProcess:
-    """A vLLM engine in a process of its own, under the Python of its own virtual environment; a `Leg`."""
+    """A vLLM engine in a process of its own, under the Python of its own virtual environment; a `Leg`.
+
+    `engine` holds arguments of `vllm.LLM`. Without `compile` the models run as they are loaded (eager).
+    """
 
     def __init__(
-        self, python: Path, target: str, draft: str | None, draft_length: int, dtype: str, length: int, new_tokens: int
+        self, python: Path, engine: dict, draft: str | None, draft_length: int, compile: bool, new_tokens: int
     ) -> None:
-        settings = {"model": target, "dtype": dtype, "max_model_len": length, "new_tokens": new_tokens}
+        settings = {**engine, "enforce_eager": not compile, "new_tokens": new_tokens}
         if draft is not None:
-            settings["speculative_config"] = {
-                "method": "draft_model",
-                "model": draft,
-                "num_speculative_tokens": draft_length,
-            }
+            speculation = {"method": "draft_model", "model": draft, "num_speculative_tokens": draft_length}
+            settings["speculative_config"] = speculation
         processors = sorted(os.sched_getaffinity(0))[: torch.get_num_threads()]
         environment = {
             **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
@@ -164,10 +165,14 @@ class VllmProcess:
     def _answer(self) -> dict:
         line = self._process.stdout.readline()
         if not line:
+            self._process.wait()
             self._log.seek(0)
-            shown = "".join(self._log.readlines()[-LOG_LINES_SHOWN:])
+            log = self._log.read().rstrip().splitlines()[-LOG_LINES_SHOWN:]
             self.close()
-            raise PipelineError(f"vLLM ended early:\n{shown}", "leave --vllm-python out, or repair its environment.")
+            print("\n".join(log), file=sys.stderr)
+            raise PipelineError(
+                f"vLLM ended early: {log[-1] if log else 'without a word'}", "repair its virtual environment."
+            )
         return json.loads(line)
 
     def close(self) -> None:

@@ -1,7 +1,8 @@
 """Decodes prompts with vLLM: prompt ids as a line of JSON in, a timed run as a line of JSON out.
 
 Started by benchmarks/decoder.py under vLLM's own Python, so it imports nothing of this project. The one argument is JSON:
-model, dtype, max_model_len, new_tokens and perhaps speculative_config. The first line out names vLLM's version.
+new_tokens and, as `vllm.LLM` takes them, model, dtype, max_model_len, enforce_eager and perhaps speculative_config. The
+first line out names vLLM's version.
 """
 
 from __future__ import annotations
