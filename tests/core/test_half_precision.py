@@ -55,9 +55,9 @@ def test_positions_shifted_by_one_in_verification_are_still_flagged(monkeypatch)
     """The fault is seeded in blocks of k + 1 tokens alone: plain decoding, and all that it is compared with, is right."""
     forward = CachedModel.forward
 
-    def shifted(self, first_row, token_ids, positions, longest, *rest, **options):
+    def shifted(self, first_row, token_ids, positions, visible, *rest, **options):
         shift = int(is_block(token_ids))
-        return forward(self, first_row, token_ids, positions + shift, longest + shift, *rest, **options)
+        return forward(self, first_row, token_ids, positions + shift, visible, *rest, **options)
 
     monkeypatch.setattr(CachedModel, "forward", shifted)
     result = lossless(near_tie_gap=0.05)

@@ -79,8 +79,8 @@ def test_a_draft_never_emits_the_token_that_only_it_has(temperature):
     drafted = []
 
     class Spy(ModelDrafter):
-        def propose(self, committed, lengths, seeds):
-            proposal = super().propose(committed, lengths, seeds)
+        def propose(self, batch, lengths):
+            proposal = super().propose(batch, lengths)
             drafted.extend(proposal.token_ids.flatten().tolist())
             return proposal
 
