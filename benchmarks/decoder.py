@@ -360,20 +360,23 @@ def adaptive_ratio(pair: Pair, texts: Texts, settings: Settings, best_fixed: int
     return found[OUR_ADAPTIVE]["tokens_per_second"] / found[fixed]["tokens_per_second"]
 
 
-def batch_rows(pair: Pair, texts: Texts, settings: Settings) -> list[dict]:
-    """For every batch size the costs, the best k that they predict with its speedup, and that speedup measured.
+def batch_speedups(pair: Pair, texts: Texts, settings: Settings, result: dict) -> float:
+    """For every batch size the costs, the best k that they predict with its speedup, and that speedup measured; returns
+    plain tokens per second of the largest batch over those of the smallest.
 
     Acceptance by position is that of the longest draft on the same prompts; they are repeated in turn to fill a batch.
+    Adds `batches` and `largest_paying_batch` to `result`.
     """
-    longest = max(settings.draft_lengths)
+    lengths, longest = settings.draft_lengths, max(settings.draft_lengths)
     drafted = decode(pair.target, pair.drafter(), texts.domain, decode_config(pair, settings, longest), seed=0, slots=1)
     rounds = [[(block.accepted, block.drafted) for block in sequence.rounds] for sequence in drafted.sequences]
     by_position = acceptance_by_position(rounds, longest) or [0.0] * longest
     context = round(statistics.mean(map(len, texts.domain))) + settings.new_tokens // 2
+    measured: dict[int, cost_model.Costs] = {}
     rows = []
     for batch in settings.batches:
-        costs = measure_costs(pair.target, pair.drafter(), settings.draft_lengths, context, 3, rows=batch)
-        k = cost_model.best_draft_length(by_position, settings.draft_lengths, costs)
+        costs = measured[batch] = measure_costs(pair.target, pair.drafter(), lengths, context, 3, rows=batch)
+        k = cost_model.best_draft_length(by_position, lengths, costs)
         prompts = [texts.domain[row % len(texts.domain)] for row in range(batch)]
         plain, speculative = batch_seconds(pair, settings, prompts, k)
         rows.append(
@@ -389,7 +392,11 @@ def batch_rows(pair: Pair, texts: Texts, settings: Settings) -> list[dict]:
                 "plain_tokens_per_second": batch * settings.new_tokens / plain,
             }
         )
-    return rows
+    paying = [row["batch"] for row in itertools.takewhile(lambda row: row["speedup"] > 1, rows)]
+    predicted = cost_model.largest_paying_batch(by_position, lengths, measured)
+    result["batches"] = rows
+    result["largest_paying_batch"] = {"predicted_speedup": predicted, "speedup": max(paying, default=None)}
+    return rows[-1]["plain_tokens_per_second"] / rows[0]["plain_tokens_per_second"]
 
 
 def batch_seconds(pair: Pair, settings: Settings, prompts: list[list[int]], k: int) -> tuple[float, float]:
@@ -434,9 +441,7 @@ def measure(
     main_legs(pair, stock, texts, settings, draft_length, options, result)
     if not brief:
         values["adaptive"] = adaptive_ratio(pair, texts, settings, best_mixed, result)
-        result["batches"] = rows = batch_rows(pair, texts, settings)
-        values["batch"] = rows[-1]["plain_tokens_per_second"] / rows[0]["plain_tokens_per_second"]
-        result["largest_paying_batch"] = largest_paying_batch(rows)
+        values["batch"] = batch_speedups(pair, texts, settings, result)
         rounds = round_seconds(pair, texts, settings, draft_length)
         result["round_ms_by_context"] = {str(context): 1000 * seconds for context, seconds in rounds.items()}
         values["context"] = rounds[settings.contexts[1]] / rounds[settings.contexts[0]]
@@ -444,15 +449,6 @@ def measure(
     values["prediction"] = result["prediction"]["speedup_to_predicted"]
     result["targets"] = [target_row(name, values.get(name)) for name in TARGETS]
     return result
-
-
-def largest_paying_batch(rows: list[dict]) -> dict[str, int | None]:
-    """The largest batch up to which speculation pays, as predicted and as measured; None: it never does."""
-    found = {}
-    for name in ("predicted_speedup", "speedup"):
-        paying = itertools.takewhile(lambda row: row[name] > 1, rows)  # noqa: B023 - used up at once
-        found[name] = max((row["batch"] for row in paying), default=None)
-    return found
 
 
 def ratios(legs: dict[str, dict], k: int) -> dict[str, float | None]:
