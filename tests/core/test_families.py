@@ -44,7 +44,7 @@ TOKENS = 24
 
 def build(config: PreTrainedConfig, attention: str = "sdpa"):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention).eval()
 
 
 def tokens_of(target, draft, k: int) -> tuple[list[list[int]], object]:
