@@ -89,7 +89,7 @@ class Settings:
     lookup_ngram: int  # longest n-gram that prompt lookup matches
 
 
-FULL = Settings(64, 6, 2, 4, 2, 3, 2, (1, 2, 4, 8), (200, 2000), [1, 2, 3, 4, 5, 6], 3)
+FULL = Settings(48, 4, 1, 2, 2, 2, 2, (1, 2, 4, 8), (200, 2000), [1, 2, 3, 4], 3)
 QUICK = Settings(16, 2, 1, 1, 1, 2, 1, (1, 3), (40, 400), [1, 2], 3)
 
 

@@ -2,7 +2,7 @@
 
 A decoding step multiplies a few rows by every weight of the model, so it is bound by how fast the weights stream from
 memory. The stock product of a few rows copies the weights into blocks first, in every call; the prepacked layout is read
-as it lies. A single float32 row is the exception: a plain matrix-vector product streams faster.
+as it lies. A single float32 row is the exception: matrix-vector products, one for each thread, stream faster.
 """
 
 from __future__ import annotations
@@ -11,38 +11,42 @@ import copy
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear as linear_product
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 INT8_COLUMNS = 16  # the 8-bit kernel reads so many inputs at a time, also beyond the end of a row
 FEW_ROWS = 4  # up to so many rows, 8-bit weights are multiplied faster than bfloat16 ones
-NARROW_INPUTS = 1024  # dot products shorter than this keep up with the memory only if many outputs are summed at once
-PACKED_FOR_ROWS = 4  # the number of rows oneDNN chooses the layout for; one layout serves all batch sizes
+PACKED_FOR_ROWS = {torch.float32: 16, torch.bfloat16: 4}  # oneDNN chooses one layout for all batch sizes by this one
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T + b with W prepacked, and W as it multiplies single rows; inference only."""
+    """y = x W^T + b with W prepacked; inference only."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         weight = linear.weight.detach().contiguous()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS)
-        self.single_row_weight = _for_single_rows(weight) if weight.dtype == torch.float32 else None
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR_ROWS[weight.dtype])
+        self.shares = thread_shares(weight) if weight.dtype == torch.float32 else None
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]"""
-        if self.single_row_weight is not None and inputs.numel() == self.in_features:
-            return linear_product(inputs, self.single_row_weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        if self.shares is None or inputs.numel() != self.in_features:
+            return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
+        column = inputs.reshape(
+            1, self.in_features
+        ).t()  # strides (1, inputs): with (1, 1) the product takes twice as long
+        outputs = torch.bmm(self.shares, column.expand(len(self.shares), -1, 1))
+        outputs = outputs.view(*inputs.shape[:-1], self.out_features)
+        return outputs if self.bias is None else outputs + self.bias
 
 
-def _for_single_rows(weight: Tensor) -> Tensor:
-    """[outputs, inputs] in the order in which memory should hold it for matrix-vector products; shared where it does."""
+def thread_shares(weight: Tensor) -> Tensor:
+    """A view [shares, outputs / shares, inputs] of `weight` [outputs, inputs], a share for each thread if that is even."""
     outputs, inputs = weight.shape
-    return weight.t().contiguous().t() if inputs < NARROW_INPUTS and inputs < outputs else weight
+    shares = max(count for count in range(1, torch.get_num_threads() + 1) if outputs % count == 0)
+    return weight.view(shares, outputs // shares, inputs)
 
 
 def packs(dtype: torch.dtype, device: torch.device) -> bool:
@@ -106,7 +110,7 @@ class Int8WeightLinear(nn.Module):
         self.rounded = (weight / scales[:, None]).round().to(torch.int8)
         self.scales = scales.to(linear.weight.dtype)
         whole = (self.rounded * self.scales[:, None]).contiguous()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, PACKED_FOR_ROWS)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(whole, PACKED_FOR_ROWS[whole.dtype])
         self.bias = None if linear.bias is None else linear.bias.detach()
 
     def forward(self, inputs: Tensor) -> Tensor:

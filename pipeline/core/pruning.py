@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from pipeline.core.errors import PipelineError
 
+PER_LAYER = ("layer_types", "mlp_layer_types", "no_rope_layers")  # settings with one entry for each layer
+LAYER_NUMBERS = ("moe_layers", "mlp_only_layers")  # settings that list layers by number
 _LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.(.*)$")
 
 
@@ -26,11 +28,15 @@ def keep_layers(model: PreTrainedModel, keep: list[int]) -> PreTrainedModel:
     config = copy.deepcopy(model.config)
     text = config.get_text_config()
     check_layers(keep, text.num_hidden_layers)
-    if getattr(text, "layer_types", None):
-        text.layer_types = [text.layer_types[layer] for layer in keep]
+    place = {old: new for new, old in enumerate(keep)}
+    for name in PER_LAYER:
+        if values := getattr(text, name, None):
+            setattr(text, name, [values[layer] for layer in keep])
+    for name in LAYER_NUMBERS:
+        if numbers := getattr(text, name, None):
+            setattr(text, name, [place[layer] for layer in numbers if layer in place])
     text.num_hidden_layers = len(keep)
     pruned = AutoModelForCausalLM.from_config(config, dtype=model.dtype)
-    place = {old: new for new, old in enumerate(keep)}
     weights = {}
     for name, tensor in model.state_dict().items():
         match = _LAYER.match(name)
@@ -38,6 +44,12 @@ def keep_layers(model: PreTrainedModel, keep: list[int]) -> PreTrainedModel:
             weights[name] = tensor
         elif int(match[2]) in place:
             weights[f"{match[1]}.{place[int(match[2])]}.{match[3]}"] = tensor
-    pruned.load_state_dict(weights)
+    try:
+        pruned.load_state_dict(weights)
+    except RuntimeError as error:
+        raise PipelineError(
+            f"The layers {list(keep)} of a {text.model_type} model do not make one: its layers differ in kind.",
+            "keep layers of one kind, or start the draft from a pretrained sibling (draft.init=pretrained).",
+        ) from error
     pruned.generation_config = copy.deepcopy(model.generation_config)
     return pruned.to(model.device).eval()

@@ -147,11 +147,27 @@ def test_draft_cache_follows_the_committed_text():
         assert proposed == uncached_greedy(draft, committed, len(proposed))
 
 
-@pytest.mark.parametrize("k", [1, 3, 5])
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 8])
 def test_copy_stays_exact_over_a_long_answer(k):
     target = tiny_llama()
     stats = decode(target, copy.deepcopy(target), [[5, 6, 7]], greedy(k, 200)).stats
     assert stats.accepted == stats.drafted > 0
+
+
+def test_acceptance_does_not_decay_along_an_answer():
+    """D08: the last 50 tokens are accepted as a draft without a cache would have them."""
+    target = tiny_llama()
+    draft = noisy_copy(target, 0.02)
+    sequence = decode(target, draft, [[5, 6, 7]], greedy(4, 200)).sequences[0]
+    tokens, done, accepted, expected = [5, 6, 7, *sequence.token_ids], 4, 0, 0
+    for block in sequence.rounds:
+        if done > 153:
+            proposed = uncached_greedy(draft, tokens[:done], block.drafted)
+            kept = [mine == theirs for mine, theirs in zip(proposed, tokens[done:], strict=False)] + [False]
+            expected += min(kept.index(False), block.drafted)
+            accepted += block.accepted
+        done += block.emitted
+    assert accepted == expected > 0
 
 
 @pytest.mark.parametrize("length", range(1, 13))
@@ -260,6 +276,7 @@ def test_same_seed_same_tokens_whatever_ran_before():
 
     first = run([5, 6, 7], 7)
     run([9, 9, 1, 2], 3)
+    decode(target, draft, [[4]], sampled(8), seed=1)
     second = run([5, 6, 7], 7)
     assert first.token_ids == second.token_ids and first.rounds == second.rounds
     alone = decode(target, draft, [[5, 6, 7]], sampled(3), seed=[7]).sequences[0]

@@ -34,7 +34,9 @@ SETTINGS = [
     {"temperature": 1.0},
     {"temperature": 0.7},
     {"temperature": 1.0, "top_k": 3},
+    {"temperature": 0.7, "top_k": 3},
     {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 0.7, "top_p": 0.8},
     {"temperature": 1.3, "min_p": 0.2},
 ]
 
