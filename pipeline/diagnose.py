@@ -62,6 +62,13 @@ TIGHT = 0.85  # share of what is free from which on a need is worth a warning
 FILLER = "the Licensee shall not assign or transfer this Agreement without the written consent of the Licensor".split()
 
 
+NOT_APPLIED = {  # settings of a generation config that change which tokens are allowed, with the values that mean "off"
+    "repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "bad_words_ids": (), "min_new_tokens": (0,),
+    "min_length": (0,), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (),
+    "sequence_bias": (), "exponential_decay_length_penalty": (),
+}  # fmt: skip
+
+
 @dataclass
 class Config:
     target: ModelConfig
@@ -136,6 +143,7 @@ def diagnose(config: Config, root: Path) -> Report:
     cache = report.check("target cache", _cache, model)
     tokenizer = report.check("target tokenizer", lambda found: _tokenizer(config.target, *found), model)
     report.check("end of answers", lambda *found: _end_of_answers(config.target, *found), model, tokenizer)
+    report.check("generation rules", lambda found: _generation_rules(config.target, found), model)
     report.check("target quantization", lambda: _quantization(config.target))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
@@ -214,6 +222,18 @@ def _end_of_answers(config: ModelConfig, found: tuple, tokenizer: Any) -> Passed
     return Passed(ids, detail, warning, "check eos_token_id in the target's generation_config.json.")
 
 
+def _generation_rules(config: ModelConfig, found: tuple) -> Passed:
+    """Rules of the target's generation config that answers and measurements do without (D09: never ignored silently)."""
+    settings = load_generation_config(found[0], config.revision)
+    rules = {name: getattr(settings, name, None) for name in NOT_APPLIED}
+    rules = {name: value for name, value in rules.items() if value not in (None, *NOT_APPLIED[name])}
+    if not rules:
+        return Passed(None, "none beyond sampling")
+    named = ", ".join(f"{name}={value}" for name, value in rules.items())
+    remedy = "serve without them, or expect lower acceptance in production than is measured here."
+    return Passed(None, "", f"generation_config.json asks for {named}, which answers here are made without", remedy)
+
+
 def _quantization(config: ModelConfig) -> Passed:
     quantized = quantization_config(config) is not None
     return Passed(None, f"{config.quantization}: bitsandbytes runs here" if quantized else "none")
@@ -240,13 +260,8 @@ def _pair(config: Config, target: Target, root: Path) -> Passed:
     """Both models without weights."""
     whole = footprint.meta_model(target.model_config, config.target.trust_remote_code)
     if config.draft.init == "pruned":
-        try:
-            with torch.device("meta"):
-                draft = keep_layers(whole, config.draft.keep_layers)
-        except RuntimeError as error:  # the weights that are left do not make up a model
-            raise PipelineError(
-                f"Layers of a {whole.config.model_type} target cannot be taken out.", "use draft.init=pretrained."
-            ) from error
+        with torch.device("meta"):
+            draft = keep_layers(whole, config.draft.keep_layers)
     else:
         location = resolve_model(config.draft.id, root)
         draft = footprint.meta_model(load_config(location, config.draft.revision))

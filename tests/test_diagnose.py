@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BloomConfig, Gemma2Config, GPT2Config, LlamaConfig, MambaConfig, PreTrainedTokenizerFast
+from transformers import (
+    BloomConfig,
+    Gemma2Config,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    PreTrainedTokenizerFast,
+)
 
 from pipeline import diagnose, stage
 from pipeline.adapters import quantization
@@ -243,6 +251,17 @@ def test_what_ends_an_answer(cfg, tmp_path, eos_token_id, result, detail):
     cfg.target.id = save(tmp_path / "target", config)
     finding = findings(cfg)["end of answers"]
     assert finding.result == result and detail in finding.detail
+
+
+def test_rules_of_the_generation_config_are_not_ignored_silently(cfg, tmp_path):
+    """D09"""
+    config = LlamaConfig(vocab_size=264, **{**SHAPE, "num_hidden_layers": 4, "eos_token_id": 0})
+    cfg.target.id = save(tmp_path / "target", config)
+    assert findings(cfg)["generation rules"].result == "ok"
+    GenerationConfig(eos_token_id=0, repetition_penalty=1.05, min_new_tokens=0).save_pretrained(tmp_path / "target")
+    finding = findings(cfg)["generation rules"]
+    assert finding.result == "warning" and "repetition_penalty=1.05" in finding.detail
+    assert "min_new_tokens" not in finding.detail
 
 
 def test_a_draft_that_distillation_cannot_train(cfg, tmp_path):

@@ -48,7 +48,7 @@ def keep_layers(model: PreTrainedModel, keep: list[int]) -> PreTrainedModel:
         pruned.load_state_dict(weights)
     except RuntimeError as error:
         raise PipelineError(
-            f"The layers {list(keep)} of a {text.model_type} model do not make one: its layers differ in kind.",
+            f"All but the layers {list(keep)} of a {text.model_type} target cannot be taken out: what is left is no model.",
             "keep layers of one kind, or start the draft from a pretrained sibling (draft.init=pretrained).",
         ) from error
     pruned.generation_config = copy.deepcopy(model.generation_config)
