@@ -104,6 +104,15 @@ def with_trimmed_head(model: PreTrainedModel, token_ids: Tensor) -> PreTrainedMo
     return view
 
 
+@dataclass
+class _DraftedRow:
+    """What a draft model knows of a row (counts of tokens)."""
+
+    in_cache: int  # committed tokens that its cache holds
+    began: int = 0  # committed tokens when its last draft began
+    drafted: int | None = None  # of the draft that awaits verification; None: there is none
+
+
 class ModelDrafter:
     """A causal language model drafts token by token, from its own distribution over `head_token_ids`.
 
@@ -143,9 +152,8 @@ class ModelDrafter:
         self.cached = CachedModel(head, rows, self.half_weights)
         self.last_known = self.model.get_input_embeddings().weight.shape[0] - 1
         self._loop = Replayed(self._run, self.cached.device, self.cached.is_whole)
-        self._in_cache = [0] * rows  # committed tokens of each row that the cache holds
+        self._rows = [_DraftedRow(0) for _ in range(rows)]
         self._lengths: list[int] = []  # as last proposed; most rounds propose the same again
-        self._drafts = [0] * rows  # drafted tokens of each row that await verification, fed after those
 
     @property
     def max_positions(self) -> int | None:
@@ -162,7 +170,7 @@ class ModelDrafter:
         visible = self.cached.visible(longest)
         self.cached.forward(first_row, token_ids.clamp(max=self.last_known), positions, visible, logits_to_keep=1)
         for row, prompt in enumerate(prompts, start=first_row):
-            self._in_cache[row], self._drafts[row] = len(prompt), 0
+            self._rows[row] = _DraftedRow(len(prompt))
             if self.adaptive:
                 self.adaptive.begin(row)
 
@@ -171,14 +179,14 @@ class ModelDrafter:
 
         The cache holds every drafted token but the last; those that were kept are committed now.
         """
-        for row, tokens in enumerate(committed):
-            if self._drafts[row]:
-                kept = len(tokens) - self._in_cache[row] - 1
-                self._in_cache[row] += min(kept, self._drafts[row] - 1)
-                self._drafts[row] = 0
+        for row, (tokens, state) in enumerate(zip(committed, self._rows, strict=False)):
+            if state.drafted is not None:
+                kept = len(tokens) - state.began - 1
+                state.in_cache += max(0, min(kept, state.drafted - 1))
+                state.drafted = None
                 if self.adaptive:
                     self.adaptive.verified(row, kept)
-        return [len(tokens) - cached for tokens, cached in zip(committed, self._in_cache, strict=False)]
+        return [len(tokens) - state.in_cache for tokens, state in zip(committed, self._rows, strict=False)]
 
     def propose(self, batch: Batch, lengths: list[int]) -> Proposal:
         """The first step feeds the tokens that the cache lacks, at least the last two: writing one again is harmless.
@@ -191,17 +199,18 @@ class ModelDrafter:
             lengths = [min(pair) for pair in zip(lengths, room, strict=True)]
         if not any(lengths):
             return certain_proposal([[]] * len(batch.sizes), self.cached.device)
-        most = max(gap for gap, length in zip(missing, lengths, strict=True) if length)
-        width = 2 if most <= 2 else 1 << (most - 1).bit_length()
-        tokens = batch.tail if width == 2 else self._last_tokens(batch, width)
+        most = lengths
+        largest = max(gap for gap, length in zip(missing, most, strict=True) if length)
+        width = 2 if largest <= 2 else 1 << (largest - 1).bit_length()
+        last = batch.tail if width == 2 else self._last_tokens(batch, width)
         if self.adaptive:
-            drafted, distributions, lengths = self._draft_adaptively(batch, tokens, lengths)
+            drafted, distributions, lengths = self._draft_adaptively(batch, last, most)
         else:
-            drafted, distributions, _ = self._steps(batch, tokens, 0, max(lengths))
-        if drafted.shape[1]:
-            for row, (committed, gap) in enumerate(zip(batch.committed, missing, strict=True)):
-                self._in_cache[row] = len(committed) if gap <= width else self._in_cache[row]
-                self._drafts[row] = lengths[row]
+            drafted, distributions, _ = self._steps(batch, last, 0, max(most))
+        for state, tokens, gap, length, done in zip(self._rows, batch.committed, missing, most, lengths, strict=False):
+            state.began, state.drafted = len(tokens), done if length else None
+            if drafted.shape[1] and gap <= width:
+                state.in_cache = len(tokens)
         lengths = [*lengths, *[0] * (len(batch.sizes) - len(lengths))]
         if lengths != self._lengths:
             self._lengths, self._lengths_on_device = lengths, torch.tensor(lengths, device=drafted.device)
@@ -209,16 +218,19 @@ class ModelDrafter:
 
     def withdraw(self, row: int) -> None:
         """The draft just proposed for this row is not used."""
-        self._drafts[row] = 0
+        self._rows[row].drafted = None
 
     def move_row(self, source: int, destination: int) -> None:
         self.cached.move_row(source, destination)
-        self._in_cache[destination], self._drafts[destination] = self._in_cache[source], self._drafts[source]
+        self._rows[destination] = self._rows[source]
         if self.adaptive:
             self.adaptive.move_row(source, destination)
 
     def _last_tokens(self, batch: Batch, width: int) -> Tensor:
-        """The last `width` committed tokens of each row, [rows, width]; 0 before the first."""
+        """The last `width` committed tokens of each row, [rows, width]; 0 before the first.
+
+        Those zeros are written at the cache's last position, which no text has reached, and overwritten if one does.
+        """
         rows = [([0] * width + tokens)[-width:] for tokens in batch.committed]
         rows += [[0] * width] * (len(batch.sizes) - len(rows))
         return torch.tensor(rows, device=self.cached.device)
@@ -267,8 +279,11 @@ class ModelDrafter:
         for step in range(steps):
             width = tokens.shape[1]
             positions = (sizes + step)[:, None] + torch.arange(-width, 0, device=sizes.device)
+            positions = positions.masked_fill(
+                positions < 0, self.cached.capacity - 1
+            )  # before the text: see `_last_tokens`
             known = tokens.clamp(max=self.last_known)
-            logits = self.cached.forward(0, known, positions.clamp(min=0), visible, logits_to_keep=1)[:, -1]
+            logits = self.cached.forward(0, known, positions, visible, logits_to_keep=1)[:, -1]
             if self.sampling.greedy:
                 choice = logits.argmax(dim=-1)
             else:
@@ -383,11 +398,7 @@ class LookupThenModelDrafter:
         copied = certain_proposal(copies, batch.sizes.device)
         if not any(asked):
             return copied
-        modelled = self.model.propose(batch, asked)
-        for row, copy_of_row in enumerate(copies[: len(asked)]):
-            if copy_of_row:
-                self.model.withdraw(row)
-        return _either(copied, modelled)
+        return _either(copied, self.model.propose(batch, asked))
 
     def move_row(self, source: int, destination: int) -> None:
         self.lookup.move_row(source, destination)

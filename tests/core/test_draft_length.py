@@ -80,3 +80,31 @@ def test_an_exact_copy_is_drafted_at_full_length_and_always_kept():
     stats = decode(target, drafter, [[5, 6]], DecodeConfig(draft_length=4, max_new_tokens=80)).stats
     assert stats.accepted == stats.drafted
     assert stats.drafted / stats.rounds > 3
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+def test_rounds_without_a_draft_are_learnt_from_too(slots):
+    """A row that stopped drafting forgets by and by why; that needs every round to be told."""
+
+    class EverySecond(AdaptiveDraftLength):
+        told = rounds = 0
+
+        def wants_more(self, row):
+            drafted = len(self._rows[row].confidences)
+            if drafted == 0:
+                self.rounds += 1
+            return self.rounds % 2 == 0 and drafted < 3
+
+        def verified(self, row, kept):
+            self.told += 1
+            assert 0 <= kept <= len(self._rows[row].confidences)
+            super().verified(row, kept)
+
+    target = tiny_llama(std=0.35)
+    policy = EverySecond(CHEAP)
+    drafter = ModelDrafter(copy.deepcopy(target), adaptive=policy)
+    result = decode(target, drafter, [[5, 6]], DecodeConfig(draft_length=4, max_new_tokens=40), slots=slots)
+    rounds = result.sequences[0].rounds
+    assert {block.drafted for block in rounds[:-1]} == {0, 3}
+    assert result.stats.accepted == result.stats.drafted, "an exact copy catches up after rounds without a draft"
+    assert policy.told == len(rounds) - 1, "all but the last, whose row has ended"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 
-from pipeline.core.decoding import DecodeConfig, decode
+from pipeline.core.decoding import DecodeConfig, Decoder, decode
 from pipeline.core.drafters import (
     Batch,
     LookupThenModelDrafter,
@@ -123,6 +123,29 @@ def test_a_model_that_rested_while_rows_copied_catches_up(copies):
     result = decode(target, drafter, prompts, greedy(4, 60))
     assert tokens_of(result) == [answers[row][:60] for row in range(2)]
     assert result.stats.accepted == result.stats.drafted > 0
+
+
+def test_a_short_row_is_not_disturbed_by_one_that_catches_up_with_much():
+    """The long row copies for 40 tokens, then both are drafted for: more is fed than the short row has."""
+    target = tiny_llama()
+    prompts = [list(range(10)), [7]]
+    answers = {row: uncached_greedy(target, prompt, 70) for row, prompt in enumerate(prompts)}
+
+    class CopiesFirst(Script):
+        def copied(self, row, tokens, length):
+            done = len(tokens) - self.sizes[row]
+            return self.answers[row][done : done + length] if row == 0 and done < 40 else []
+
+    drafter = LookupThenModelDrafter(CopiesFirst(answers, []), ModelDrafter(copy.deepcopy(target)))
+    decoder = Decoder(target, drafter, greedy(4, 60), slots=2)
+    decoder.submit(prompts[0])
+    finished = {}
+    for step in range(200):
+        if step == 9:
+            decoder.submit(prompts[1])
+        finished |= {event.request: event.finished.token_ids for event in decoder.step() if event.finished}
+    assert finished == {row: answers[row][:60] for row in range(2)}
+    assert decoder.stats.accepted == decoder.stats.drafted > 0
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])
