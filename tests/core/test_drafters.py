@@ -136,7 +136,7 @@ def test_a_short_row_is_not_disturbed_by_one_that_catches_up_with_much():
             done = len(tokens) - self.sizes[row]
             return self.answers[row][done : done + length] if row == 0 and done < 40 else []
 
-    drafter = LookupThenModelDrafter(CopiesFirst(answers, []), ModelDrafter(copy.deepcopy(target)))
+    drafter = LookupThenModelDrafter(CopiesFirst(dict(answers), []), ModelDrafter(copy.deepcopy(target)))
     decoder = Decoder(target, drafter, greedy(4, 60), slots=2)
     decoder.submit(prompts[0])
     finished = {}
