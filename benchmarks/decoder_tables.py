@@ -26,6 +26,9 @@ TARGETS = {
 }
 
 
+VERDICTS = {"aim": "met, the aim too", "must": "met", "no": "NOT MET", None: "not measured"}
+
+
 def target_row(name: str, value: float | None) -> dict:
     """A goal beside what was measured; `met` is "aim", "must", "no", or None where nothing was measured."""
     goal = TARGETS[name]
@@ -40,7 +43,10 @@ def target_row(name: str, value: float | None) -> dict:
 def print_tables(result: dict) -> None:
     """All tables of one data type."""
     print(f"\n{result['dtype']}, measured {result['measured']}, k = {result['draft_length']}\n")
-    _print_legs({**result["legs"], **result.get("prompt_lookup", {})}, result["skipped"])
+    _print_legs(result["legs"], result["skipped"])
+    if "prompt_lookup" in result:
+        print("\nprompt lookup, at the longest k, on the prompts of the sweep")
+        _print_legs(result["prompt_lookup"], {})
     if "draft_lengths" in result:
         _print_predictions(result["draft_lengths"], result["costs"]["cost_ratio"])
     if "mixed" in result:
@@ -98,4 +104,4 @@ def _print_targets(rows: list[dict]) -> None:
         must = f"{sign} {row['must']:.2f}"
         aim = "" if row["aim"] is None else f"{sign} {row['aim']:.2f}"
         measured = "" if row["measured"] is None else f"{row['measured']:.2f}"
-        print(f"{row['meaning']:62} {must:>8} {aim:>8} {measured:>9}  {row['met'] or 'not measured'}")
+        print(f"{row['meaning']:62} {must:>8} {aim:>8} {measured:>9}  {VERDICTS[row['met']]}")

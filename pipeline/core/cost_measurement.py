@@ -22,6 +22,8 @@ def measure_costs(
 ) -> Costs:
     """Time passes of `rows` rows at `context` tokens of context, all shapes in turn, and take medians over `repeats`.
 
+    Opens `drafter` anew: it must not be in use by a decoder.
+
     The tokens are arbitrary but varied: a mixture of experts is charged for the experts that several tokens touch.
     """
     steps = max(draft_lengths)

@@ -61,7 +61,7 @@ def classic_speedup(token_acceptance: float, k: int, cost_ratio: float) -> float
 
 
 def simple_speedup(acceptance_rate: float, cost_ratio: float) -> float:
-    """1 / (1 - a (1 - c)), a = acceptance rate: optimistic, never below 1; for managers, never gated."""
+    """1 / (1 - a (1 - c)), a = acceptance rate: optimistic, never below 1 while c <= 1; shown, never gated."""
     return 1 / (1 - acceptance_rate * (1 - cost_ratio))
 
 

@@ -34,10 +34,10 @@ from pipeline.core.sampling import Proposal, Sampling, row_seed, verify, wrap_se
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
 PREFILL_SCORED = 1024  # tokens of one prefill pass whose log-probabilities are asked for
-logger = logging.getLogger(__name__)
-
 HALF_CHARACTER = "\ufffd"  # what tokenizers decode the first bytes of an unfinished character to
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -109,24 +109,24 @@ class Logprobs:
 class GeneratedSequence:
     """The answer to one prompt."""
 
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    rounds: list[Round]
-    timestamps: list[float]
+    token_ids: list[int]  # new ones, the EOS or what completes a stop string included
+    text: str | None  # without special tokens, cut before a stop string; None without a tokenizer
+    finish_reason: str  # eos | stop | length
+    rounds: list[Round]  # the prefill, which emits the first token, is none
+    timestamps: list[float]  # seconds on time.perf_counter's clock, when each token was delivered
     logprobs: Logprobs | None
     prompt_logprobs: Logprobs | None
 
 
 @dataclass
 class Stats:
-    """Totals over a decoder's life, or a call of `decode`."""
+    """Totals over a decoder's life, or a call of `decode`: counts of finished rows, passes and seconds of all."""
 
     drafted: int = 0
     accepted: int = 0
-    emitted: int = 0
-    rounds: int = 0
-    target_passes: int = 0
+    emitted: int = 0  # in rounds: all new tokens but the first of each row
+    rounds: int = 0  # of each row: a pass over three rows is three
+    target_passes: int = 0  # prefills included
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     peak_memory_bytes: int = 0

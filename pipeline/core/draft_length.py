@@ -2,7 +2,7 @@
 
 Drafting one more token after j pays when what it adds, the chance that all j + 1 are kept, exceeds what the time that it
 takes, c + v(j + 1) - v(j) in units of a plain step, would yield otherwise. The yield of time is the row's own tokens per
-plain step so far: the marginal rule for the best long-run ratio of reward to cost (Dinkelbach, 1967).
+plain step in the rounds that this policy decided: the marginal rule for the best long-run ratio of reward to cost (Dinkelbach, 1967).
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 
 from pipeline.core.cost_model import Costs
 
-MEMORY = (
-    0.95  # weight of the past after each round: a row that turns from hard to easy text is noticed in some 20 rounds
-)
+MEMORY = 0.95  # weight of the past after each round: a row that turns to easier text is noticed in some 20 rounds
 PRIOR_ROUNDS = 2.0  # weight of what is believed before a row has shown anything
 PRIOR_ACCEPTANCE = 0.45
 

@@ -34,9 +34,8 @@ class PackedLinear(nn.Module):
         """[..., in_features] -> [..., out_features]"""
         if self.shares is None or inputs.numel() != self.in_features:
             return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
-        column = inputs.reshape(
-            1, self.in_features
-        ).t()  # strides (1, inputs): with (1, 1) the product takes twice as long
+        # transposed, a column of strides (1, inputs); one of strides (1, 1) takes the product twice as long
+        column = inputs.reshape(1, self.in_features).t()
         outputs = torch.bmm(self.shares, column.expand(len(self.shares), -1, 1))
         outputs = outputs.view(*inputs.shape[:-1], self.out_features)
         return outputs if self.bias is None else outputs + self.bias

@@ -1,6 +1,7 @@
 """A causal language model as decoding runs it: the same function of the same weights, in faster parts.
 
-`decoding_view` copies the tree of modules, never the weights, and exchanges parts that decoding spends its time in:
+`decoding_view` copies the tree of modules and exchanges parts that decoding spends its time in; it shares all weights but
+those of prepacked linear layers, which on a CPU exist twice. The parts:
 linear layers (`pipeline.core.linear`), attention (`pipeline.core.attention`) and norms. The model itself and its config
 stay as they are.
 """
