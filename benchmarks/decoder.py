@@ -16,7 +16,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import random
 import statistics
 import subprocess
@@ -38,6 +37,7 @@ from pipeline.adapters.answer_files import read_answers, read_facts
 from pipeline.adapters.drafts import load_draft
 from pipeline.adapters.targets import Target
 from pipeline.core import cost_model
+from pipeline.core.artifacts import write_json
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig, decode
@@ -586,7 +586,7 @@ def main() -> None:
         sys.exit(1)
     result["seconds"] = round(time.perf_counter() - started)
     arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    arguments.output.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(arguments.output, "domain-draft/decoder-benchmark", 1, result)
 
 
 if __name__ == "__main__":

@@ -70,5 +70,5 @@ def check_same_target(facts: dict, target: Target) -> None:
     if differing or facts["template"] != target.template:
         raise PipelineError(
             f"data/answers come from another target (differs in {', '.join(differing) or 'chat template'}).",
-            "run `dvc repro generate`.",
+            "repeat the overrides of that run (such as experiment=...), or run `make repro` with those you want now.",
         )

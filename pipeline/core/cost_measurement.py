@@ -26,6 +26,8 @@ def measure_costs(
 
     The tokens are arbitrary but varied: a mixture of experts is charged for the experts that several tokens touch.
     """
+    if drafter.adaptive:
+        raise ValueError("costs are those of whole drafts: measure them with a drafter that is not adaptive")
     steps = max(draft_lengths)
     room = context + steps + 1
     cached = CachedModel(target, rows)

@@ -34,6 +34,7 @@ from pipeline.core.sampling import Proposal, Sampling, row_seed, verify, wrap_se
 REFILL_SHARE = 16  # prompts wait until a 16th of the slots is free: larger prefill passes cost less
 PREFILL_TOKENS = 4096  # tokens of one prefill pass, padding included, unless a single prompt is longer
 PREFILL_SCORED = 1024  # tokens of one prefill pass whose log-probabilities are asked for
+NO_TOKEN = -1  # stands for the token that the constraints leave none for
 HALF_CHARACTER = "\ufffd"  # what tokenizers decode the first bytes of an unfinished character to
 PREFILL_LOGITS = 64  # positions at which a prefill pass computes logits: rows times distinct prompt lengths
 
@@ -61,6 +62,13 @@ class DecodeConfig:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens after the first, scored while it is prefilled
 
     def __post_init__(self) -> None:
+        for name in ("draft_length", "max_new_tokens", "top_k", "min_new_tokens"):
+            if isinstance(getattr(self, name), bool) or not isinstance(getattr(self, name), SupportsIndex):
+                raise ValueError(f"{name} must be a whole number, got {getattr(self, name)!r}")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop must be a sequence of strings, got the string {self.stop!r}")
+        if not all(isinstance(token, SupportsIndex) and token >= 0 for token in self.eos_token_ids):
+            raise ValueError(f"eos_token_ids must be token ids, got {self.eos_token_ids}")
         if self.draft_length < 1:
             raise ValueError(f"draft_length must be >= 1, got {self.draft_length}; for plain decoding pass no drafter")
         if self.max_new_tokens < 1:
@@ -219,6 +227,7 @@ class Decoder:
 
     def submit(self, prompt_ids: list[int], seed: int | None = None) -> int:
         """Queue a prompt; returns its request number. `seed` None draws one."""
+        prompt_ids = [operator.index(token) for token in prompt_ids]
         if not prompt_ids:
             raise ValueError("a prompt needs at least one token")
         if min(prompt_ids) < 0 or max(prompt_ids) >= self._embedded:
@@ -232,7 +241,7 @@ class Decoder:
             self._warned = True
             logger.warning("%s the draft's %d positions: beyond them rows are decoded plainly", size, limit)
         seed = secrets.randbits(63) if seed is None else wrap_seed(seed)
-        self._waiting.append(_Row(self._requests, list(prompt_ids), len(prompt_ids), seed))
+        self._waiting.append(_Row(self._requests, prompt_ids, len(prompt_ids), seed))
         self._requests += 1
         return self._requests - 1
 
@@ -376,6 +385,9 @@ class Decoder:
             logits = self._constraints.apply(logits, history, prompt_sizes, sizes, proposal.token_ids)
         positions = sizes[:, None] + torch.arange(logits.shape[1], device=sizes.device)
         accepted, following = verify(logits, proposal, self.sampling, seeds, positions)
+        if self._constraints.active:
+            best = logits.amax(dim=-1).gather(1, accepted[:, None])[:, 0]
+            following = following.masked_fill(best == -torch.inf, NO_TOKEN)
         return accepted, F.pad(proposal.token_ids, (0, 1)).scatter(1, accepted[:, None], following[:, None])
 
     def _on_device(self, rows: list[_Row], width: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -406,6 +418,10 @@ class Decoder:
     def _settle(self, rows: list[_Row], table: list[list[int]], logits: Tensor, is_prefill: bool) -> list[Event]:
         """Commit what a pass decided (a row of `table`: accepted, drafted, block), and retire the rows that ended."""
         now = time.perf_counter()
+        if any(block[kept] == NO_TOKEN for kept, _, *block in table):
+            raise ValueError(
+                "the constraints leave no token to emit: loosen bad_words, min_new_tokens or allowed_token_ids"
+            )
         emitted = [
             self._commit(row, block[: kept + 1], now) for row, (kept, _, *block) in zip(rows, table, strict=True)
         ]

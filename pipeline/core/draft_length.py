@@ -37,6 +37,10 @@ class AdaptiveDraftLength:
     """
 
     def __init__(self, costs: Costs) -> None:
+        longest = max(costs.target_pass_seconds)
+        if longest < 1 or sorted(costs.target_pass_seconds) != list(range(longest + 1)):
+            measured = sorted(k for k in costs.target_pass_seconds if k)
+            raise ValueError(f"an adaptive draft length needs costs at every k from 1 on, measured are k = {measured}")
         self.costs = costs
         self._rows: dict[int, _Row] = {}
 

@@ -20,7 +20,7 @@ from pipeline.core.cache import CachedModel, input_device
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import is_dispatched
 from pipeline.core.replay import Replayed
-from pipeline.core.sampling import PURPOSE_DRAFT, Proposal, Sampling, draw, probabilities, uniforms
+from pipeline.core.sampling import PURPOSE_DRAFT, PURPOSES, Proposal, Sampling, draw, probabilities, uniforms
 
 
 @dataclass
@@ -49,7 +49,10 @@ class Drafter(Protocol):
     wants_hidden_states: bool  # whether `Batch.hidden_states` is filled, for heads such as Medusa's
 
     def open(self, rows: int, sampling: Sampling, vocabulary: Sequence[int]) -> None:
-        """Make ready for a batch of at most `rows` rows; only ids in `vocabulary` may be drafted."""
+        """Make ready for a batch of at most `rows` rows; only ids in `vocabulary` may be drafted.
+
+        A drafter serves one decoder at a time: opening it again ends what it knew.
+        """
 
     def begin(self, first_row: int, prompts: list[list[int]], room: int) -> None:
         """New rows start at `first_row` with these prompts; each will need `room` positions at most."""
@@ -265,12 +268,16 @@ class ModelDrafter:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`_run` for `steps` more drafted tokens after `done`, of which `tokens` are the last."""
         visible = self.cached.visible(max(map(len, batch.committed)) + done + steps - 1)
-        return self._loop((steps, visible), tokens, batch.sizes + done, batch.seeds)
+        return self._loop((steps, visible), tokens, batch.sizes, batch.seeds, batch.sizes.new_full((1,), done))
 
     def _run(
-        self, steps: int, visible: int, tokens: Tensor, sizes: Tensor, seeds: Tensor
+        self, steps: int, visible: int, tokens: Tensor, sizes: Tensor, seeds: Tensor, done: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Draft `steps` tokens after `tokens` [rows, width], the last ones of texts of `sizes` [rows] tokens.
+        """Draft `steps` tokens after `tokens` [rows, width], the last of texts of `sizes` [rows] tokens and `done` [1] more
+        drafted ones.
+
+        Every draft draws anew: a position that is drafted again after a rejection gets another uniform, so that whatever
+        the draft length is decided from, the old draft included, says nothing about the new one.
 
         Returns ids [rows, steps], the distributions that they were drawn from [rows, steps, support] (None: greedy) and the
         draft's highest probability at each step [rows, steps] (None: nobody asks).
@@ -278,7 +285,7 @@ class ModelDrafter:
         ids, distributions, confidences = [], [], []
         for step in range(steps):
             width = tokens.shape[1]
-            positions = (sizes + step)[:, None] + torch.arange(-width, 0, device=sizes.device)
+            positions = (sizes + done + step)[:, None] + torch.arange(-width, 0, device=sizes.device)
             positions = positions.masked_fill(
                 positions < 0, self.cached.capacity - 1
             )  # before the text: see `_last_tokens`
@@ -288,7 +295,8 @@ class ModelDrafter:
                 choice = logits.argmax(dim=-1)
             else:
                 distributions.append(probabilities(logits, self.sampling))
-                chance = uniforms(seeds, (sizes + step)[:, None], PURPOSE_DRAFT)[:, 0]
+                purpose = PURPOSE_DRAFT + PURPOSES * (done + step)
+                chance = uniforms(seeds, (sizes + done + step)[:, None], purpose)[:, 0]
                 choice = draw(distributions[-1], chance)
             if self.adaptive:
                 confidences.append(logits.float().softmax(dim=-1).amax(dim=-1))

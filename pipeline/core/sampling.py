@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT = 1, 2, 3
+PURPOSE_DRAFT, PURPOSE_ACCEPT, PURPOSE_NEXT, PURPOSES = 1, 2, 3, 4  # and multiples of PURPOSES more for later steps
 
 _MIX_A = -7046029254386353131  # the constants of splitmix64, as signed 64-bit integers
 _MIX_B = -4658895280553007687
@@ -72,10 +72,10 @@ def _mix(value: Tensor) -> Tensor:
     return value ^ _shift_right(value, 31)
 
 
-def uniforms(seeds: Tensor, positions: Tensor, purpose: int) -> Tensor:
+def uniforms(seeds: Tensor, positions: Tensor, purpose: int | Tensor) -> Tensor:
     """Uniform numbers in [0, 1), float64 [rows, n], a pure function of (row seed, position, purpose).
 
-    `seeds` int64 [rows]; `positions` int64 [rows, n].
+    `seeds` int64 [rows]; `positions` int64 [rows, n]; `purpose` a number, or int64 [1] on the device.
     """
     state = _mix(_mix(seeds * _MIX_A + purpose)[:, None] + positions * _MIX_A)
     return _shift_right(state, 11).double() * 2.0**-53

@@ -133,3 +133,20 @@ def test_constraints_out_of_range_are_refused(options):
 def test_what_is_not_supported_is_refused_by_name():
     with pytest.raises(TypeError, match="no_repeat_ngram_size"):
         DecodeConfig(draft_length=1, max_new_tokens=4, no_repeat_ngram_size=3)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": [7, 9], "bad_words": ((7,), (9,))},
+        {"allowed_token_ids": [7], "eos_token_ids": (7,), "min_new_tokens": 3},
+        {"allowed_token_ids": [7, 9], "bad_words": ((7, 7), (7, 9), (9, 7), (9, 9))},
+    ],
+    ids=str,
+)
+def test_constraints_that_leave_no_token_say_so(target, options, temperature):
+    config = DecodeConfig(draft_length=2, max_new_tokens=5, temperature=temperature, **options)
+    for draft in (None, noisy_copy(target, 0.02)):
+        with pytest.raises(ValueError, match="leave no token"):
+            decode(target, draft, [[5]], config, seed=1)

@@ -399,6 +399,10 @@ def test_trimmed_head_drafts_only_its_tokens_and_stays_lossless():
         {"temperature": float("inf")},
         {"top_p": 0.0},
         {"stop": ("",)},
+        {"stop": "abc"},
+        {"max_new_tokens": 2.5},
+        {"top_k": True},
+        {"eos_token_ids": (-1,)},
     ],
 )
 def test_settings_out_of_range_are_refused(options):
@@ -431,6 +435,8 @@ def test_illegal_requests_are_refused_when_they_are_made():
     decoder = Decoder(target, None, greedy(1, 2))
     with pytest.raises(ValueError, match="prompt ids"):
         decoder.submit([1, 9999])
+    with pytest.raises(TypeError):
+        decoder.submit([1, 5.7])
     with pytest.raises(ValueError, match="slots"):
         Decoder(target, None, greedy(1, 2), slots=0)
     with pytest.raises(ValueError, match="alternatives"):

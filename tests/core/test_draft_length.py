@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 
 import pytest
-from tiny_models import noisy_copy, tiny_llama, uncached_greedy
+import torch
+from tiny_models import chain, noisy_copy, tiny_llama, uncached_greedy
 
 from pipeline.core.cost_model import Costs
 from pipeline.core.decoding import DecodeConfig, decode
@@ -108,3 +109,38 @@ def test_rounds_without_a_draft_are_learnt_from_too(slots):
     assert {block.drafted for block in rounds[:-1]} == {0, 3}
     assert result.stats.accepted == result.stats.drafted, "an exact copy catches up after rounds without a draft"
     assert policy.told == len(rounds) - 1, "all but the last, whose row has ended"
+
+
+def markov(rows: dict[int, dict[int, float]]):
+    """A model whose next token depends on the last one alone, with these probabilities."""
+    model = chain({})
+    probabilities = torch.full((16, 16), 1 / 16)
+    for last, following in rows.items():
+        probabilities[last] = 1e-9
+        for token, probability in following.items():
+            probabilities[last, token] = probability
+    with torch.no_grad():
+        model.lm_head.weight[:, :16] = (probabilities.log() / 8).T
+    return model
+
+
+def test_what_was_drafted_and_rejected_does_not_colour_what_comes_next():
+    """D03 for adaptive lengths: how far a rejected draft went depends on its tokens, and decides whether the next round
+    drafts; the tokens that it then drafts must not be the same again."""
+    a, b, left, right, end = 1, 2, 3, 4, 5
+    half = {left: 0.5, right: 0.5}
+    common = {a: half, b: half, left: {end: 1}, end: {end: 1}}
+    target = markov({0: {a: 0.02, b: 0.98}, 9: {0: 1}, **common})
+    draft = markov({0: {a: 0.97, b: 0.03}, **common})
+    passes = {0: 1.0, 1: 1.41, 2: 1.42, 3: 1.43} | {k: 1.43 + 0.19 * (k - 3) for k in range(4, 17)}
+    drafter = ModelDrafter(draft, adaptive=AdaptiveDraftLength(Costs(0.01, passes)))
+    config = DecodeConfig(draft_length=16, max_new_tokens=3, temperature=1.0)
+    rows = decode(target, drafter, [[9]] * 4000, config, seed=3, slots=500).sequences
+    third = [row.token_ids[2] for row in rows if row.token_ids[:2] == [0, b]]
+    assert abs(third.count(left) - third.count(right)) < 4 * len(third) ** 0.5
+
+
+@pytest.mark.parametrize("measured", [{0: 1.0}, {0: 1.0, 2: 1.1}, {1: 1.0, 2: 1.1}])
+def test_costs_with_gaps_are_refused(measured):
+    with pytest.raises(ValueError, match="every k"):
+        AdaptiveDraftLength(Costs(0.1, measured))
