@@ -13,7 +13,16 @@ from pipeline.core.drafters import LookupThenModelDrafter, ModelDrafter, PromptL
 from pipeline.core.sampling import Proposal, Sampling, draw, leading_run, probabilities, row_seed, uniforms, verify
 
 VOCABULARY, DRAWS = 8, 5000
-CRITICAL = {1: 10.8, 2: 13.8, 3: 16.3, 4: 18.5, 5: 20.5, 6: 22.5, 7: 24.3}  # chi-square at 0.001 by degrees of freedom
+CRITICAL = {
+    0: 1e-3,
+    1: 10.8,
+    2: 13.8,
+    3: 16.3,
+    4: 18.5,
+    5: 20.5,
+    6: 22.5,
+    7: 24.3,
+}  # chi-square at 0.001 by degrees of freedom
 
 
 def chi_square(tokens: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
