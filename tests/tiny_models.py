@@ -8,6 +8,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 100
+SHAPE = {  # of configs of any family; the number of layers and their kinds are the test's
+    "vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.25,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
 
 
 def tiny_llama(seed: int = 0, std: float = 0.35, vocabulary: int = VOCABULARY, **options) -> LlamaForCausalLM:

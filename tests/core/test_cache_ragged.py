@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import noisy_copy, uncached_greedy
+from tiny_models import SHAPE, noisy_copy, uncached_greedy
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, PreTrainedModel, Qwen3Config
 
@@ -22,15 +22,11 @@ from pipeline.core.linear import (
     pack_linear_layers,
 )
 
-SHAPE = {
-    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "max_position_embeddings": 512, "sliding_window": 8, "initializer_range": 0.25,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
+WINDOWED = {**SHAPE, "sliding_window": 8}
 CONFIGS = {
-    "mistral": MistralConfig(num_hidden_layers=2, **SHAPE),
+    "mistral": MistralConfig(num_hidden_layers=2, **WINDOWED),
     "gemma3": Gemma3TextConfig(
-        num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"], **SHAPE
+        num_hidden_layers=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"], **WINDOWED
     ),
 }
 
@@ -56,7 +52,7 @@ LAYERS = {
 def layered(kinds: str) -> PreTrainedModel:
     """Qwen3 with the layers that `kinds` names; the weights are the same whatever they are."""
     torch.manual_seed(0)
-    config = Qwen3Config(num_hidden_layers=2, layer_types=LAYERS[kinds], use_sliding_window=True, **SHAPE)
+    config = Qwen3Config(num_hidden_layers=2, layer_types=LAYERS[kinds], use_sliding_window=True, **WINDOWED)
     return AutoModelForCausalLM.from_config(config).eval()
 
 

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_models import noisy_copy, uncached_greedy
+from tiny_models import SHAPE, noisy_copy, uncached_greedy
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -15,14 +15,9 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from pipeline.core.attention import FEW_QUERIES, GROUPED, grouped_attention
 from pipeline.core.cache import CachedModel
 from pipeline.core.decoding import DecodeConfig, decode
-from pipeline.core.linear import PackedLinear, can_pack
+from pipeline.core.linear import PackedLinear, can_pack, pack_linear_layers
 from pipeline.core.packing import PackedNorm, decoding_view, pack_norm
 
-SHAPE = {
-    "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.25,
-    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
-}  # fmt: skip
 FAMILIES = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -34,7 +29,9 @@ FAMILIES = {
 
 def tiny(family: str):
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**SHAPE, **FAMILIES[family])).eval()
+    return AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](num_hidden_layers=2, **SHAPE, **FAMILIES[family])
+    ).eval()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,10 +133,11 @@ def test_layers_that_do_more_than_their_class_says_are_not_exchanged():
 
 @pytest.mark.parametrize("shape", [(64, 300), (1500, 40)])
 def test_single_rows_and_many_give_the_same_product(shape):
-    layer = nn.Linear(*shape)
-    if not can_pack(layer):
-        pytest.skip("linear layers are not packed on this machine")
-    packed, inputs = PackedLinear(layer), torch.randn(5, shape[0])
+    layer, inputs = nn.Linear(*shape), torch.randn(5, shape[0])
+    packed = pack_linear_layers(layer)
+    assert isinstance(packed, PackedLinear) == can_pack(layer), (
+        "where layers are not packed, the layer itself is held to it"
+    )
     with torch.inference_mode():
         single = torch.cat([packed(row[None]) for row in inputs])
         assert torch.allclose(single, packed(inputs), atol=1e-5)
