@@ -37,9 +37,9 @@ from pipeline.core.evaluation import (
     time_one,
 )
 from pipeline.core.experts import experts_touched
-from pipeline.core.linear import pack_linear_layers
 from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, no_data
 from pipeline.core.models import max_positions
+from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
@@ -129,7 +129,7 @@ def evaluate(
     lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
     _check_lengths(models, [*dev, *golden], max(lengths), config)
     agreements = _agreements(models, golden, config, sampling)
-    packed = dataclasses.replace(models, target=pack_linear_layers(models.target))
+    packed = dataclasses.replace(models, target=decoding_view(models.target))
     costs = _costs(packed, dev, lengths)
     settings = DecodeConfig(
         draft_length=decode.draft_length or max(lengths),
@@ -317,7 +317,7 @@ def _lossless(
         return {**no_data("a quantised target has no float32 form to compare in"), "departures": []}
     precise = dataclasses.replace(
         models,
-        target=pack_linear_layers(copy.deepcopy(models.target).float()),
+        target=decoding_view(copy.deepcopy(models.target).float()),
         distilled=copy.deepcopy(models.distilled).float(),
     )
     subset = dataclasses.replace(
