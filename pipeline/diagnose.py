@@ -24,7 +24,7 @@ import hydra
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from pipeline.adapters.drafts import DraftConfig, check_draft
+from pipeline.adapters.drafts import DraftConfig, check_draft, check_frozen_embeddings, draft_architecture
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.quantization import quantization_config
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
@@ -241,6 +241,8 @@ def _quantization(config: ModelConfig) -> Passed:
 
 def _draft(config: Config, root: Path) -> Passed:
     target = Target(dataclasses.replace(config.target, quantization="none"), root)
+    if config.draft.init == "champion":
+        target.config = config.target  # the quantisation is part of the key; that it runs has a check of its own
     match = check_draft(config.draft, target, root)
     warnings = list(match.warnings)
     if config.draft.init == "pretrained":
@@ -250,8 +252,9 @@ def _draft(config: Config, root: Path) -> Passed:
             warnings.append(f"end-of-answer ids are {own} in the draft: the target's {target.eos_token_ids} are used")
     if undrafted := [index for index in target.eos_token_ids if index not in match.shared_ids]:
         warnings.append(f"the end-of-answer ids {undrafted} are never drafted")
-    layers = f"layers {config.draft.keep_layers} of the target" if config.draft.init == "pruned" else config.draft.id
-    detail = f"{config.draft.init}, {layers}; {len(match.shared_ids)} shared token ids"
+    if config.distill.freeze_embeddings:
+        check_frozen_embeddings(config.draft, target, root)
+    detail = f"{config.draft.init}, {config.draft.origin}; {len(match.shared_ids)} shared token ids"
     remedy = "none needed: the answers stay the target's." if warnings else ""
     return Passed(target, detail, "; ".join(warnings), remedy)
 
@@ -261,10 +264,9 @@ def _pair(config: Config, target: Target, root: Path) -> Passed:
     whole = footprint.meta_model(target.model_config, config.target.trust_remote_code)
     if config.draft.init == "pruned":
         with torch.device("meta"):
-            draft = keep_layers(whole, config.draft.keep_layers)
+            draft = keep_layers(whole, config.draft.most_layers(whole.config.get_text_config().num_hidden_layers))
     else:
-        location = resolve_model(config.draft.id, root)
-        draft = footprint.meta_model(load_config(location, config.draft.revision))
+        draft = footprint.meta_model(draft_architecture(config.draft, target, root))
     device = default_device()
     dtypes = (resolve_dtype(name, device) for name in (config.target.dtype, config.draft.dtype))
     pair = footprint.Pair(whole, draft, device, *dtypes, config.target.quantization)

@@ -8,13 +8,24 @@ Does:   forward KL from the stored probabilities; keeps the checkpoint of the be
 
 from __future__ import annotations
 
+import functools
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import hydra
+from transformers import PreTrainedModel
 
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
-from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, save_draft
+from pipeline.adapters.drafts import (
+    DraftConfig,
+    check_draft,
+    check_frozen_embeddings,
+    initial_draft,
+    save_draft,
+    start_fingerprint,
+)
+from pipeline.adapters.layer_choice import best_layers, try_layers
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
@@ -35,20 +46,33 @@ class Config:
 def run(config: Config) -> None:
     root = input_path("")
     target = Target(config.target, root)
-    vocabulary = check_draft(config.draft, target, root).shared_ids
+    start = config.draft.pinned(root)
+    vocabulary = check_draft(start, target, root).shared_ids
+    if config.distill.freeze_embeddings:
+        check_frozen_embeddings(start, target, root)
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
     train = read_answers(input_path("data/answers/train"))
     dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
     head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
-    settings = (vars(config.distill), vars(config.draft), config.seed)
+    settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, root), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
-    draft = initial_draft(config.draft, target, root)
+
+    def trained(settings: DistillConfig, draft: PreTrainedModel, checkpoints: Path) -> list[dict]:
+        return distill(draft, train, dev, head, settings, config.seed, checkpoints)
+
+    tried = None
+    if start.layer_choice:
+        brief = replace(config.distill, epochs=start.layer_choice.epochs, evaluations=1)
+        train_briefly = functools.partial(trained, brief)
+        tried = try_layers(start, target, head, train_briefly, checkpoints / "layer_choice")
+        start = replace(start, layer_choice=None, keep_layers=best_layers(tried))
+    draft = initial_draft(start, target, root, config.seed)
     target.unload()
-    history = distill(draft, train, dev, head, config.distill, config.seed, checkpoints)
+    history = trained(config.distill, draft, checkpoints)
     with atomic_path(output_path("data/draft")) as folder:
-        save_draft(folder, draft, target, head, config.draft)
+        save_draft(folder, draft, target, head, start, tried)
         write_effective_config(folder, config)
     write_history(output_path("data/distill/history.csv"), history)
     shutil.rmtree(checkpoints)

@@ -35,20 +35,26 @@ class Config:
 def run(config: Config) -> None:
     root = input_path("")
     target = Target(config.target, root)
-    check_draft(config.draft, target, root)
+    made = read_draft_facts(input_path("data/draft"))
+    start = config.draft.recorded(made)
+    check_draft(start, target, root)
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
     distilled, head = load_draft(input_path("data/draft"), target)
-    undistilled = cast_parameters(initial_draft(config.draft, target, root), distilled.dtype)
+    undistilled = cast_parameters(initial_draft(start, target, root, config.seed), distilled.dtype)
     vocabulary = range(target.vocabulary_size)
     half_weights = config.decode.draft_half_weights
     models = Contestants(target.model, undistilled, distilled, head, half_weights, vocabulary, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
     identity = {"name": config.target.name, "id": config.target.id, "revision": config.target.revision}
-    draft = read_draft_facts(input_path("data/draft"))["fingerprint"]
     key = target.compatibility_key
-    metrics = {"target": identity, "compatibility_key": key, "draft_fingerprint": draft, **outcome.metrics}
+    metrics = {
+        "target": identity,
+        "compatibility_key": key,
+        "draft_fingerprint": made["fingerprint"],
+        **outcome.metrics,
+    }
     with atomic_path(output_path("data/eval")) as folder:
         folder.mkdir()
         write_json(folder / "metrics.json", "domain-draft/metrics", 1, metrics)

@@ -30,6 +30,7 @@ from urllib.parse import urlparse
 
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at import; its usage reports need the network
 
+import mlflow.artifacts
 import mlflow.pyfunc
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunStatus
@@ -191,6 +192,22 @@ class MlflowStore:
             with contextlib.suppress(MlflowException):  # it exists: an error that matters recurs in the next call
                 self.client.create_registered_model(model_name)
             return str(self.client.create_model_version(model_name, source, run_id, tags=_texts(tags)).version)
+
+    def download(self, model_name: str, version: str, path: str, destination: Path) -> Path:
+        """Copy the file or folder `path` of a version into the folder `destination`; return where it lies there."""
+        with _errors_of(self.uri):
+            source = self.client.get_model_version_download_uri(model_name, version)
+        try:
+            found = mlflow.artifacts.download_artifacts(
+                f"{source}/{path}", dst_path=str(destination), tracking_uri=self.uri, registry_uri=self.uri
+            )
+        except Exception as error:  # whatever the client of the artifact store raises
+            line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise PipelineError(
+                f"{path} of {model_name} version {version} cannot be downloaded: {line}",
+                "check that this machine can read the artifacts of the MLflow store, or choose another version.",
+            ) from error
+        return Path(found)
 
     def _log_metrics(self, run_id: str, points: Iterable[tuple[str, float, int]]) -> None:
         now = int(time.time() * 1000)

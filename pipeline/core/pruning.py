@@ -23,6 +23,25 @@ def check_layers(keep: list[int], depth: int) -> None:
         )
 
 
+def check_layer_counts(counts: list[int], depth: int) -> None:
+    """Raise `PipelineError` unless `counts` are numbers of layers that a model of `depth` layers can be pruned to."""
+    if not counts or min(counts) < 1 or max(counts) >= depth:
+        raise PipelineError(
+            f"draft.layer_choice.layer_counts={list(counts)} does not fit a target of {depth} layers.",
+            f"name numbers between 1 and {depth - 1}.",
+        )
+
+
+def outer_layers(count: int, depth: int) -> list[int]:
+    """`count` of `depth` layers: the first ones, and the last ones, of which there are as many or one fewer.
+
+    Layers in the middle change the residual stream least (Gromov et al., "The Unreasonable Ineffectiveness of the Deeper
+    Layers", 2024); the first read the tokens and the last choose among them.
+    """
+    last = count // 2
+    return [*range(count - last), *range(depth - last, depth)]
+
+
 def keep_layers(model: PreTrainedModel, keep: list[int]) -> PreTrainedModel:
     """A new model with the layers `keep` of `model`, its embeddings, norm and head; `model` is left as it is."""
     config = copy.deepcopy(model.config)

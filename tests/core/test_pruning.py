@@ -8,7 +8,7 @@ from test_families import CONFIGS, LLAMA4, SHAPE, build
 from transformers import Llama4TextConfig, Qwen3MoeConfig, SmolLM3Config
 
 from pipeline.core.errors import PipelineError
-from pipeline.core.pruning import keep_layers
+from pipeline.core.pruning import check_layer_counts, keep_layers, outer_layers
 
 CASES = {
     "every fourth layer without rotary embeddings": (SmolLM3Config(num_hidden_layers=4, **SHAPE), [1, 3]),
@@ -39,3 +39,17 @@ def test_layers_that_do_not_make_a_model_are_refused():
     model = build(Qwen3MoeConfig(num_hidden_layers=4, **options, **SHAPE))
     with pytest.raises(PipelineError, match="cannot be taken out"):
         keep_layers(model, [1, 2])
+
+
+@pytest.mark.parametrize(
+    ("count", "layers"), [(1, [0]), (2, [0, 29]), (3, [0, 1, 29]), (4, [0, 1, 28, 29]), (5, [0, 1, 2, 28, 29])]
+)
+def test_the_first_and_the_last_layers_are_kept(count, layers):
+    assert outer_layers(count, 30) == layers
+
+
+@pytest.mark.parametrize("counts", [[], [0, 2], [2, 4]])
+def test_numbers_of_layers_that_do_not_fit_are_refused(counts):
+    with pytest.raises(PipelineError, match="between 1 and 3"):
+        check_layer_counts(counts, 4)
+    check_layer_counts([3, 1], 4)
