@@ -155,6 +155,37 @@ def test_layers_that_the_target_lacks(cfg):
     assert "draft.keep_layers=[0, 4] does not fit a target of 4 layers" in found["draft"].detail
 
 
+def smoke(*overrides: str):
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        return compose("config", overrides=["experiment=smoke", *overrides])
+
+
+def test_layers_to_be_chosen_are_counted_at_most():
+    choice = ["draft=pruned_chosen", "draft.keep_layers=[]", "draft.layer_choice.layer_counts=[1,3]"]
+    found = findings(smoke(*choice))
+    assert not failed(found)
+    assert found["draft"].detail.startswith("pruned, the best of [1, 3] layers of the target")
+    named = findings(smoke("draft.keep_layers=[0,1,3]"))
+    assert found["parameters"].detail == named["parameters"].detail
+    choice[-1] = "draft.layer_choice.layer_counts=[4]"
+    assert "layer_counts=[4] does not fit a target of 4 layers" in findings(smoke(*choice))["draft"].detail
+
+
+def test_an_architecture_is_built_and_its_embeddings_are_looked_after():
+    architecture = ["draft=from_config", f"draft.id={stage.CONF_DIR}/draft/wide_2_layers.json"]
+    found = findings(smoke(*architecture))
+    assert failed(found) == ["draft"]
+    assert "would keep random embeddings: this draft is 576 wide" in found["draft"].detail
+    found = findings(smoke(*architecture, "distill.freeze_embeddings=false"))
+    assert not failed(found) and "259 shared token ids" in found["draft"].detail
+
+
+def test_a_champion_that_is_not_there_yet_is_named():
+    found = findings(smoke("draft=champion"))
+    assert failed(found) == ["draft"]
+    assert "no models:/tiny-legal-draft@champion" in found["draft"].detail
+
+
 @pytest.mark.parametrize("fault", ["import", "probe"])
 def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, fault):
     def broken(*_):

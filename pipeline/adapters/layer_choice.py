@@ -31,7 +31,7 @@ def try_layers(
 ) -> list[dict[str, Any]]:
     """One row for each number of layers in `config.layer_choice`, in rising order.
 
-    Each row: layers, dev_token_acceptance after `train` (the brief distillation of one draft), cost_ratio,
+    Each row: layers, dev_token_acceptance, the best in `train` (the brief distillation of one draft), cost_ratio,
     draft_length (the k of the best prediction) and predicted_speedup (measured-cost, with the token acceptance as the
     chance of every drafted token). Rows are kept in `folder`, so that a killed run tries and times nothing twice. The
     target is not in memory while a draft is trained, unless `train` loads it. Of several processes the first one measures.
@@ -42,13 +42,13 @@ def try_layers(
         layers = outer_layers(count, depth)
         if any(row["layers"] == layers for row in _rows(found)):
             continue
+        costs = _costs(config, target, layers, head_token_ids) if PartialState().is_main_process else None
         draft = keep_layers(target.model, layers).float()
         target.unload()
         checkpoints = folder / f"{count}-layers"
         history = train(draft, checkpoints)
-        acceptance = max(row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row)
-        if PartialState().is_main_process:
-            costs = _costs(config, target, draft, head_token_ids)
+        if costs:
+            acceptance = max(row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row)
             row = {"layers": layers, **predicted(acceptance, config.layer_choice.draft_lengths, costs)}
             _report(row)
             write_json(found, SCHEMA_NAME, SCHEMA_VERSION, {"rows": [*_rows(found), row]})
@@ -74,9 +74,9 @@ def predicted(token_acceptance: float, draft_lengths: list[int], costs: Costs) -
     }
 
 
-def _costs(config: DraftConfig, target: Target, draft: PreTrainedModel, head_token_ids: list[int]) -> Costs:
-    """Of the draft in the dtype that it would be saved in, and of the target as it decodes."""
-    cast_parameters(draft, resolve_dtype(config.dtype, default_device()))
+def _costs(config: DraftConfig, target: Target, layers: list[int], head_token_ids: list[int]) -> Costs:
+    """Of a draft of these layers, in the dtype that it would be saved in, and of the target as it decodes."""
+    draft = cast_parameters(keep_layers(target.model, layers), resolve_dtype(config.dtype, default_device()))
     drafter = ModelDrafter(draft, head_token_ids, config.layer_choice.half_weights)
     lengths = sorted(set(config.layer_choice.draft_lengths))
     return measure_costs(decoding_view(target.model), drafter, lengths, CONTEXT_TOKENS, REPEATS)

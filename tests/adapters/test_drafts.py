@@ -324,6 +324,24 @@ def test_a_killed_choice_tries_nothing_twice(narrower, tmp_path, monkeypatch):
     assert try_layers(*arguments, killed, tmp_path) == rows
 
 
+def test_of_several_processes_one_measures_and_all_agree(narrower, tmp_path, monkeypatch):
+    """Two processes that timed each for itself could choose differently, and would wait for each other for ever."""
+    arguments = (chosen(narrower, [1, 2]), narrower.target, [0, 2, 5])
+    rows = try_layers(*arguments, Trial(monkeypatch).train, tmp_path / "first")
+
+    class Second:
+        is_main_process = False
+
+        def wait_for_everyone(self):
+            (tmp_path / "second").mkdir(exist_ok=True)
+            shutil.copy(tmp_path / "first" / "rows.json", tmp_path / "second")
+
+    trial = Trial(monkeypatch)
+    monkeypatch.setattr(layer_choice, "PartialState", Second)
+    monkeypatch.setattr(layer_choice, "measure_costs", lambda *_: pytest.fail("the second process measured"))
+    assert try_layers(*arguments, trial.train, tmp_path / "second") == rows
+
+
 def test_the_stage_chooses_once_and_records_what_it_tried(narrower, monkeypatch):
     start = chosen(narrower, [2, 1])
     with pytest.MonkeyPatch.context() as patch:
