@@ -25,7 +25,7 @@ from pipeline.adapters.drafts import (
     save_draft,
     start_fingerprint,
 )
-from pipeline.adapters.layer_choice import best_layers, try_layers
+from pipeline.adapters.layer_choice import best_row, try_layers
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
@@ -67,7 +67,7 @@ def run(config: Config) -> None:
         brief = replace(config.distill, epochs=start.layer_choice.epochs, evaluations=1)
         train_briefly = functools.partial(trained, brief)
         tried = try_layers(start, target, head, train_briefly, checkpoints / "layer_choice")
-        start = replace(start, layer_choice=None, keep_layers=best_layers(tried))
+        start = replace(start, layer_choice=None, keep_layers=best_row(tried)["layers"])
     draft = initial_draft(start, target, root, config.seed)
     target.unload()
     history = trained(config.distill, draft, checkpoints)

@@ -99,6 +99,12 @@ class DraftConfig:
         """The same start with an alias replaced by the version that it names now: it may move while the draft trains."""
         return replace(self, id=self.registered(project_root).uri) if self.init == "champion" else self
 
+    @property
+    def start(self) -> dict[str, Any]:
+        """The fields that say what the draft starts from, for draft.json."""
+        names = {"pruned": ("keep_layers",), "champion": ("id",)}.get(self.init, ("id", "revision"))
+        return {name: getattr(self, name) for name in ("init", *names)}
+
     def recorded(self, facts: dict[str, Any]) -> DraftConfig:
         """The start of the draft that `facts` (of its draft.json) are about, with what was chosen for it."""
         return replace(self, layer_choice=None, **facts["start"])
@@ -226,7 +232,7 @@ def save_draft(
         "layers": text.num_hidden_layers,
         "parameters": draft.num_parameters(),
         "head_tokens": len(head_token_ids),
-        "start": {name: getattr(config, name) for name in ("init", "keep_layers", "id", "revision")},
+        "start": config.start,
         "layer_choice": layer_choice,
     }
     write_json(folder / "draft.json", SCHEMA_NAME, SCHEMA_VERSION, facts)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
-from pipeline.core.cost_measurement import CONTEXT_TOKENS, REPEATS, measure_costs
+from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from pipeline.core.errors import PipelineError
@@ -43,6 +43,7 @@ from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
+COST_CONTEXT_TOKENS, COST_REPEATS = 128, 9
 EXPERT_TEXTS = 16  # golden prompts with answers over which the experts of a mixture are counted
 SERVED_GAP_WORTH_A_WARNING = 0.1
 
@@ -171,7 +172,7 @@ def evaluate(
 def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_model.Costs:
     """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
     drafter = models.drafter(models.distilled)
-    costs = measure_costs(models.target, drafter, lengths, CONTEXT_TOKENS, REPEATS)
+    costs = measure_costs(models.target, drafter, lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
     texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
     costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
     return costs

@@ -15,8 +15,6 @@ from pipeline.core.drafters import Batch, ModelDrafter, head_size, pad_right
 from pipeline.core.replay import Replayed
 from pipeline.core.sampling import Sampling
 
-CONTEXT_TOKENS, REPEATS = 128, 9  # of the measurements that the pipeline makes
-
 
 @torch.inference_mode()
 def measure_costs(
