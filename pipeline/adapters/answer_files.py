@@ -1,10 +1,10 @@
 """Answers as Parquet shards: ids and log-probabilities of a row side by side, the run's facts in the file's metadata.
 
-The top log-probabilities take most of the space. They are kept in half precision (10 bits of mantissa: within 0.05 % of
-the value), and the bytes of a number are split into streams of their own before compression, which holds for a vocabulary
-of any size: the high bytes of ids and log-probabilities say little and shrink to little. Together about 60 bytes for each
-scored token with 20 entries. A row's checksum covers its prompt id, all its ids and all its probabilities, so that
-probabilities are never read beside ids that they do not belong to.
+The top log-probabilities are kept in half precision, within 0.05 % of their value. The bytes of a number go into streams
+of their own before they are compressed (Parquet's BYTE_STREAM_SPLIT): the high bytes of ids and of log-probabilities say
+little and shrink to little, for a vocabulary of any size. With 20 entries a scored token, of prompt or answer, takes 55
+bytes where the vocabulary has 49k tokens, about 61 where it has 152k. A row's checksum covers its prompt id, all its ids
+and all its probabilities, so that probabilities are never read beside ids that they do not belong to.
 """
 
 from __future__ import annotations

@@ -9,6 +9,8 @@ import numpy as np
 from pipeline.core.errors import PipelineError
 from pipeline.core.sampling import Sampling
 
+ROUNDING = 1e-3  # a log-probability may come out this much above 0
+
 
 @dataclass
 class GenerateConfig:
@@ -109,7 +111,7 @@ def check_entries(answer: Answer, vocabulary_size: int) -> None:
             fault = f"ids outside 0 to {vocabulary_size - 1}"
         elif (ordered[:, 1:] == ordered[:, :-1]).any():
             fault = "an id twice for one token"
-        elif not (np.isfinite(logprobs) & (logprobs <= 0)).all():
+        elif not (np.isfinite(logprobs) & (logprobs < ROUNDING)).all():
             fault = "log-probabilities that are above 0 or not finite"
         else:
             continue

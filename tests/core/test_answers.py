@@ -124,7 +124,7 @@ def test_entries_that_are_no_top_are_refused(name, value, words, tmp_path, monke
 
 
 @pytest.mark.parametrize("vocabulary", [49_152, 151_936])
-def test_a_scored_token_takes_at_most_100_bytes(vocabulary, tmp_path):
+def test_a_scored_token_takes_well_below_100_bytes(vocabulary, tmp_path):
     """With 20 entries whose ids follow no pattern, the worst case: real ids repeat, and take half."""
     rng = np.random.default_rng(0)
     tokens, top = 2000, 20
