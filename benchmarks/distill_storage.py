@@ -63,7 +63,8 @@ def storage_table(
     probability of all entries), dev_token_acceptance and its points_below_reference, trained_tokens, seconds.
 
     The full form takes 8 bytes of memory per token and vocabulary entry, 0.4 MB for each token of a vocabulary of 49k: a few
-    thousand `tokens` are what a machine holds. `make_draft` gives the same untrained draft each time. The stored tops of
+    thousand `tokens` are what a machine holds. A file of so few tokens compresses worse than a whole shard (67 against 55 bytes
+    with 20 entries, for 1,500 against 20,000 tokens). `make_draft` gives the same untrained draft each time. The stored tops of
     `train` choose the draft's head, those of `dev` say what is accepted.
     """
     chosen = subset(train, settings.tokens, settings.seed)
