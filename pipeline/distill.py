@@ -19,6 +19,7 @@ from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, save_draft
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
+from pipeline.core.answers import GenerateConfig, check_same_settings
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
@@ -30,6 +31,7 @@ from pipeline.stage import cache_path, execute, input_path, output_path, write_e
 class Config:
     target: ModelConfig
     draft: DraftConfig
+    generate: GenerateConfig
     distill: DistillConfig
     seed: int
 
@@ -40,6 +42,7 @@ def run(config: Config) -> None:
     vocabulary = check_draft(config.draft, target, root).shared_ids
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
+    check_same_settings(facts, config.generate)
     train = read_answers(input_path("data/answers/train"))
     dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
     head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
