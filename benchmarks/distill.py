@@ -241,7 +241,11 @@ def recipes(lab: Lab, minutes: float, only: list[str] | None) -> None:
     for name in only or RECIPES:
         settings, layers = _variant(lab, RECIPES[name])
         facts = {**dataclasses.asdict(settings), "layers": layers, "length": "screening"}
-        rows.append(results.row(name, facts, lambda s=settings, ls=layers: _judged(lab, lab.run_for(minutes * 60, s, layers=ls))))
+        rows.append(
+            results.row(
+                name, facts, lambda s=settings, ls=layers: _judged(lab, lab.run_for(minutes * 60, s, layers=ls))
+            )
+        )
     rows.sort(key=lambda row: -row["dev_speedup"])
     show(rows, COLUMNS)
     if only:
@@ -252,7 +256,11 @@ def recipes(lab: Lab, minutes: float, only: list[str] | None) -> None:
         epochs = settings.epochs * row["tokens_per_second"] / _default_speed(rows)
         settings = dataclasses.replace(settings, epochs=epochs)
         facts = {**dataclasses.asdict(settings), "layers": layers, "length": "full"}
-        full.append(results.row(f"{row['name']} (full length)", facts, lambda s=settings, ls=layers: _judged(lab, lab.run(s, layers=ls))))
+        full.append(
+            results.row(
+                f"{row['name']} (full length)", facts, lambda s=settings, ls=layers: _judged(lab, lab.run(s, layers=ls))
+            )
+        )
     show(full, COLUMNS)
 
 
@@ -292,7 +300,9 @@ def data(lab: Lab, minutes: float) -> None:
     reached = torch.tensor([row["dev_token_acceptance"] for row in rows])
     slope = ((logs - logs.mean()) * (reached - reached.mean())).sum() / ((logs - logs.mean()) ** 2).sum()
     last = rows[-1]["dev_token_acceptance"]
-    print(f"{slope:+.3f} for every doubling: {last + slope * 3.32:.3f} expected at ten times as many (a straight line in log tokens)")
+    print(
+        f"{slope:+.3f} for every doubling: {last + slope * 3.32:.3f} expected at ten times as many (a straight line in log tokens)"
+    )
 
 
 PEAK_SCRIPT = """

@@ -79,7 +79,14 @@ def storage_table(
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
             history = distill(
-                draft, stored, dev, head, settings.distill, settings.seed, Path(folder) / "checkpoints", vocabulary=vocabulary
+                draft,
+                stored,
+                dev,
+                head,
+                settings.distill,
+                settings.seed,
+                Path(folder) / "checkpoints",
+                vocabulary=vocabulary,
             )
         rows.append(
             {
