@@ -79,7 +79,16 @@ def storage_table(
         draft = make_draft()
         started = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            history = distill(draft, stored, dev, head, settings.distill, settings.seed, Path(folder) / "checkpoints")
+            history = distill(
+                draft,
+                stored,
+                dev,
+                head,
+                settings.distill,
+                settings.seed,
+                Path(folder) / "checkpoints",
+                vocabulary=vocabulary,
+            )
         rows.append(
             {
                 "form": name,

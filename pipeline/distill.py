@@ -2,7 +2,7 @@
 
 Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
 Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
-Does:   forward KL from the stored probabilities; keeps the checkpoint of the best dev token acceptance. A killed run
+Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of the best dev token acceptance. A killed run
         continues from its newest checkpoint.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from pathlib import Path
 
 import hydra
+from transformers import PreTrainedModel
 
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
-from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, save_draft
+from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, save_draft
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -48,13 +50,31 @@ def run(config: Config) -> None:
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
     draft = initial_draft(config.draft, target, root)
-    target.unload()
-    history = distill(draft, train, dev, head, config.distill, config.seed, checkpoints)
+    reference = _reference_draft(config.distill.reference_draft, target, root)
+    online = target.model if config.distill.target == "online" else None
+    if online is None:
+        target.unload()
+    history = distill(
+        draft,
+        train,
+        dev,
+        head,
+        config.distill,
+        config.seed,
+        checkpoints,
+        vocabulary=len(vocabulary),
+        target=online,
+        reference=reference,
+    )
     with atomic_path(output_path("data/draft")) as folder:
         save_draft(folder, draft, target, head, config.draft)
         write_effective_config(folder, config)
     write_history(output_path("data/distill/history.csv"), history)
     shutil.rmtree(checkpoints)
+
+
+def _reference_draft(folder: str | None, target: Target, root: Path) -> PreTrainedModel | None:
+    return load_draft(root / folder, target)[0].float() if folder else None
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

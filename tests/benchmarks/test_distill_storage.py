@@ -18,6 +18,8 @@ from pipeline.core.training import DistillConfig
 storage = load("distill_storage")
 
 DISTILL = DistillConfig(
+    loss="forward_kl", jensen_shannon_beta=0.5, kl_temperature=1.0, target="stored", sampled_rows=None, selected_share=1.0,
+    reference_draft=None, optimizer="adamw", chunk_tokens=2048, patience=None,
     epochs=2, learning_rate=1e-3, warmup_share=0.0, weight_decay=0.0, adam_beta2=0.98, max_grad_norm=1.0,
     tokens_per_step=256, tokens_per_forward=256, evaluations=1, head_tokens=128, train_on_prompts=True,
     freeze_embeddings=True,
