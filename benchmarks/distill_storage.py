@@ -35,17 +35,14 @@ from pipeline.core.vocabulary import domain_token_ids
 
 EMPTY = -50.0  # log-probability of an entry that only fills a row up: e^-50 weighs nothing, and is finite
 
-Form = Callable[
-    [Tensor], tuple[Tensor, Tensor]
-]  # log-probabilities [tokens, vocab] -> ids, log-probabilities [tokens, k]
+# log-probabilities [tokens, vocab] -> ids and log-probabilities, both [tokens, entries]
+Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass
 class StorageSettings:
     tokens: int  # scored train tokens, prompts' and answers', that every form is made of
-    reference: (
-        int  # entries of the top-k form that the others are held against: the vocabulary's size, where memory allows
-    )
+    reference: int  # entries of the top-k form that all are held against: the vocabulary's size, where memory allows
     top: list[int]  # entries of the other top-k forms
     draws: list[int]  # draws of the sampled forms
     distill: DistillConfig
@@ -76,34 +73,31 @@ def storage_table(
     rows = []
     for name, form in forms.items():
         stored, bytes_per_token = through_disk([reform(target.model, a, vocabulary, form) for a in chosen], vocabulary)
-        draft = make_draft()
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            history = distill(
-                draft,
-                stored,
-                dev,
-                head,
-                settings.distill,
-                settings.seed,
-                Path(folder) / "checkpoints",
-                vocabulary=vocabulary,
-            )
-        rows.append(
-            {
-                "form": name,
-                "entries": stored[0].top_ids.shape[1],
-                "bytes_per_token": bytes_per_token,
-                "stored_mass": stored_mass(stored),
-                "dev_token_acceptance": max(
-                    row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row
-                ),
-                "trained_tokens": history[-1]["tokens"],
-                "seconds": time.perf_counter() - started,
-            }
-        )
+        facts = {"form": name, "entries": stored[0].top_ids.shape[1], "bytes_per_token": bytes_per_token}
+        facts["stored_mass"] = stored_mass(stored)
+        rows.append({**facts, **trained(make_draft(), stored, dev, head, settings, vocabulary)})
     reached = rows[0]["dev_token_acceptance"]
     return [{**row, "points_below_reference": 100 * (reached - row["dev_token_acceptance"])} for row in rows]
+
+
+def trained(
+    draft: PreTrainedModel,
+    train: list[Answer],
+    dev: list[Answer],
+    head: list[int],
+    settings: StorageSettings,
+    vocabulary: int,
+) -> dict:
+    """What a draft reaches on dev when it is trained from `train`."""
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoints = Path(folder) / "checkpoints"
+        history = distill(draft, train, dev, head, settings.distill, settings.seed, checkpoints, vocabulary=vocabulary)
+    return {
+        "dev_token_acceptance": max(row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row),
+        "trained_tokens": history[-1]["tokens"],
+        "seconds": time.perf_counter() - started,
+    }
 
 
 def scored_tokens(answers: list[Answer]) -> int:
