@@ -2,7 +2,7 @@
 
 Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
 Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
-Does:   forward KL from the stored probabilities; keeps the checkpoint of the best dev token acceptance. A killed run
+Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of the best dev token acceptance. A killed run
         continues from its newest checkpoint.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -22,12 +23,14 @@ from pipeline.adapters.drafts import (
     check_draft,
     check_frozen_embeddings,
     initial_draft,
+    load_draft,
     save_draft,
     start_fingerprint,
 )
 from pipeline.adapters.layer_choice import best_row, try_layers
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
+from pipeline.core.answers import GenerateConfig, check_same_settings
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
@@ -39,6 +42,7 @@ from pipeline.stage import cache_path, execute, input_path, output_path, write_e
 class Config:
     target: ModelConfig
     draft: DraftConfig
+    generate: GenerateConfig
     distill: DistillConfig
     seed: int
 
@@ -52,30 +56,55 @@ def run(config: Config) -> None:
         check_frozen_embeddings(start, target, root)
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
+    check_same_settings(facts, config.generate)
     train = read_answers(input_path("data/answers/train"))
     dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
     head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
     settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, root), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
+    reference = _reference_draft(config.distill.reference_draft, target, root)
+    online = config.distill.target == "online"
 
     def trained(settings: DistillConfig, draft: PreTrainedModel, checkpoints: Path) -> list[dict]:
-        return distill(draft, train, dev, head, settings, config.seed, checkpoints)
+        return distill(
+            draft,
+            train,
+            dev,
+            head,
+            settings,
+            config.seed,
+            checkpoints,
+            vocabulary=len(vocabulary),
+            target=target.model if online else None,
+            reference=reference,
+        )
 
-    tried = None
-    if start.layer_choice:
-        brief = replace(config.distill, epochs=start.layer_choice.epochs, evaluations=1)
-        train_briefly = functools.partial(trained, brief)
-        tried = try_layers(start, target, head, train_briefly, checkpoints / "layer_choice")
-        start = replace(start, layer_choice=None, keep_layers=best_row(tried)["layers"])
+    start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
     draft = initial_draft(start, target, root, config.seed)
-    target.unload()
+    if not online:
+        target.unload()
     history = trained(config.distill, draft, checkpoints)
     with atomic_path(output_path("data/draft")) as folder:
         save_draft(folder, draft, target, head, start, tried)
         write_effective_config(folder, config)
     write_history(output_path("data/distill/history.csv"), history)
     shutil.rmtree(checkpoints)
+
+
+def _with_layers(
+    start: DraftConfig, target: Target, head: list[int], settings: DistillConfig, train: Callable, folder: Path
+) -> tuple[DraftConfig, list[dict] | None]:
+    """`start` with its layers named, and what they were chosen from if they were not before."""
+    if start.layer_choice is None:
+        return start, None
+    brief = replace(settings, epochs=start.layer_choice.epochs, evaluations=1)
+    tried = try_layers(start, target, head, functools.partial(train, brief), folder)
+    return replace(start, layer_choice=None, keep_layers=best_row(tried)["layers"]), tried
+
+
+def _reference_draft(folder: str | None, target: Target, root: Path) -> PreTrainedModel | None:
+    return load_draft(root / folder, target)[0].float() if folder else None
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

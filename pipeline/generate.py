@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from pipeline.adapters.answer_files import read_shard, write_answers
 from pipeline.adapters.targets import Target
-from pipeline.core.answers import Answer
+from pipeline.core.answers import Answer, GenerateConfig
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files, read_json
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.errors import PipelineError
@@ -32,25 +32,6 @@ from pipeline.core.templates import encode_prompts
 from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
 
 SPLITS = ("train", "dev", "golden")
-
-
-@dataclass
-class GenerateConfig:
-    max_new_tokens: int  # longest answer, tokens
-    sampled_share: float  # of train prompts answered by sampling, in [0, 1]
-    sampling: Sampling  # how those are sampled
-    top_logprobs: int  # alternatives stored per token of prompt and answer
-    batch_size: int  # rows decoded together
-    shard_rows: int  # answers per Parquet shard
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sampled_share <= 1:
-            raise ValueError(f"generate.sampled_share must be in [0, 1], got {self.sampled_share}")
-        if self.sampled_share and self.sampling.greedy:
-            raise ValueError("generate.sampling.temperature must be > 0 where generate.sampled_share is")
-        for name in ("max_new_tokens", "top_logprobs", "batch_size", "shard_rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"generate.{name} must be >= 1, got {getattr(self, name)}")
 
 
 @dataclass
@@ -70,15 +51,14 @@ def run(config: Config) -> None:
     files = {split: input_path(f"data/prompts/{split}.parquet") for split in SPLITS}
     prompts = {split: _read_prompts(path, target, config) for split, path in files.items()}
     facts = {
-        **target.compatibility_key,
-        "template": target.template,
+        **target.facts,
+        "computed_in": str(resolve_dtype(config.target.dtype, default_device())),
         "prompts": fingerprint_files(list(files.values())),
         "target_domain": read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1)["target_domain"],
-        "max_new_tokens": config.generate.max_new_tokens,
+        **config.generate.facts,
+        "seed": config.seed,
     }
-    settings = {**vars(config.generate), "sampling": vars(config.generate.sampling), "seed": config.seed}
-    settings["dtype"] = str(resolve_dtype(config.target.dtype, default_device()))
-    cache = cache_path("generate", fingerprint(facts, settings))
+    cache = cache_path("generate", fingerprint(facts))
     answers = _answer_all(target, prompts, config, cache, facts)
     with atomic_path(output_path("data/answers")) as folder:
         for split in SPLITS:

@@ -119,7 +119,7 @@ def test_ids_that_are_no_canonical_split_are_kept_with_their_probabilities(tmp_p
     settings = DecodeConfig(1, 8, eos_token_ids=(eos,), return_logprobs=3, prompt_logprobs=3)
     prompts = [EncodedPrompt("p", "legal", "continuation", "c", [prompt])]
     answers = list(generate_answers(target, prompts, settings, 1, 0, tqdm(disable=True)))
-    write_answers(tmp_path / "0.parquet", answers, {})
+    write_answers(tmp_path / "0.parquet", answers, {"vocabulary_size": 16})
     (back,) = read_answers(tmp_path)
     assert (back.answer_ids.tolist(), back.finish_reason) == ([he, llo, eos], "eos")
     assert back.top_ids[:, 0].tolist() == [he, llo, eos] and back.top_logprobs.shape == (3, 3)

@@ -328,7 +328,7 @@ def _departure_table(metrics: dict[str, Any]) -> Table:
         for item in lossless["departures"]
     ]
     for item in lossless.get("half_precision_departures", []):
-        gap = _or_reason(item["float32_gap"], "logits", "not the float32 top two")
+        gap = Cell(quantity(item["float32_gap"], "logits"))
         state = Cell("legal", kind="passed") if item["legal"] else Cell("not legal", kind="failed")
         rows.append([Cell(metrics["settings"]["dtype"]), *_departed(item), gap, state])
     return Table(["runs in", "prompt", "candidate", "first departing token", "float32 logit gap", "judgement"], rows)

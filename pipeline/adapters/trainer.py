@@ -1,6 +1,6 @@
 """Distillation of a draft from stored target probabilities, on transformers' Trainer.
 
-The loss is computed at the answers' tokens, and the prompts' if asked for, over the draft's trimmed head, and normalised
+The loss is computed at the answers' tokens, and the prompts' if asked for (pipeline.core.objective), and normalised
 by the number of those tokens in the whole optimiser step. The Trainer brings heavy optional packages along where they are
 installed, hence its place here.
 """
@@ -8,63 +8,120 @@ installed, hence its place here.
 from __future__ import annotations
 
 import csv
+import json
+import logging
 import math
 import shutil
+import types
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from accelerate import PartialState
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path
-from pipeline.core.batches import AnswerBatches, answer_logits, check_plain_head, greedy_agreement
+from pipeline.core.batches import AnswerBatches, check_plain_head
 from pipeline.core.errors import PipelineError
-from pipeline.core.losses import forward_kl_top
+from pipeline.core.losses import divergence
 from pipeline.core.models import default_device, max_positions, quiet_transformers, resolve_dtype
+from pipeline.core.objective import Objective
+from pipeline.core.sampling import row_seed
 from pipeline.core.training import DistillConfig
 
-COMPLETE = "complete"  # an empty file that is put into a checkpoint last
+logger = logging.getLogger(__name__)
+
+HISTORY = (
+    "step",
+    "tokens",
+    "loss",
+    "learning_rate",
+    "dev_token_acceptance",
+    "dev_token_acceptance_full_head",
+    "dev_overlap",
+)
+SHOWN_PROMPTS = 8  # in an error
+COMPLETE = "complete.json"  # sizes of a checkpoint's files, put into it last
 
 
-class DistillationTrainer(Trainer):
-    """transformers' Trainer over ready micro-batches, with the distillation loss and acceptance as the metric."""
+class DraftTrainer(Trainer):
+    """transformers' Trainer over ready micro-batches; the draft's forward pass computes the distillation loss.
+
+    The loss is part of the forward pass so that whatever wraps the draft (DDP, FSDP, DeepSpeed, autocast) sees it all.
+    """
 
     loss_is_scaled_for_ga = True
 
-    def __init__(self, *, head_token_ids: Tensor, dev_batches: AnswerBatches, **options) -> None:
+    def __init__(self, *, dev_batches: AnswerBatches, **options) -> None:
         super().__init__(**options)
-        self.head_token_ids = head_token_ids
         self.dev_batches = dev_batches
+        self.objective: Objective | None = None
+
+    def install(self, objective: Objective) -> None:
+        """Make the draft's forward pass that of `objective`: its loss in training mode, else its agreement."""
+
+        def forward(draft, **batch):
+            return objective.loss(draft, batch) if draft.training else objective.agreement(draft, batch)
+
+        self.objective = objective
+        self.model.forward = types.MethodType(forward, self.model)
 
     def get_train_dataloader(self) -> DataLoader:
         loader = DataLoader(self.train_dataset, batch_size=1, shuffle=True, collate_fn=lambda items: items[0])
         return self.accelerator.prepare(loader)
 
-    def autocast_smart_context_manager(self, cache_enabled=True):
-        """Half precision for the whole loss: the Trainer's own covers `model.forward`, which the loss does not call."""
-        return self.accelerator.autocast()
-
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = answer_logits(model, inputs, self.head_token_ids)
-        losses = forward_kl_top(logits, inputs["top_index"], inputs["top_logprobs"])
-        if not torch.isfinite(losses).all():
-            raise PipelineError("The distillation loss is not finite.", "lower distill.learning_rate.")
-        loss = losses.sum() / num_items_in_batch
-        return (loss, logits) if return_outputs else loss
+        """The batch's losses over the scored tokens of the whole optimiser step, on all processes.
 
+        DDP and its like average gradients over processes, hence the factor.
+        """
+        self.objective.draw_rows(row_seed(self.args.seed, self.state.global_step))
+        total, losses = model(**inputs)
+        if not torch.isfinite(losses).all():
+            index = int(inputs["index"])
+            tokens = (~torch.isfinite(losses)).nonzero().squeeze(-1).cpu().numpy()
+            prompts = self.train_dataset.prompt_ids(index, tokens)
+            raise PipelineError(
+                f"The distillation loss is not finite at optimiser step {self.state.global_step + 1}, on the answers to"
+                f" {', '.join(prompts[:SHOWN_PROMPTS])}; the weights are those of the step before.",
+                "lower distill.learning_rate, or look at these answers.",
+            )
+        loss = total / num_items_in_batch * self.accelerator.num_processes
+        return (loss, losses) if return_outputs else loss
+
+    @torch.no_grad()
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix="eval") -> dict[str, float]:
-        """Greedy token acceptance on dev: share of answer positions where both argmax agree."""
-        with self.accelerator.autocast():
-            acceptance = greedy_agreement(self.model, self.dev_batches, self.head_token_ids)
-        metrics = {f"{metric_key_prefix}_token_acceptance": acceptance}
+        """Teacher-forced agreement on dev. Every process measures all of it and finds the same."""
+        model = self.model_wrapped
+        model.eval()
+        sums = sum(
+            model(**self._prepare_inputs(self.dev_batches[index])).cpu() for index in range(len(self.dev_batches))
+        )
+        model.train()
+        count, trimmed, full, overlap = sums.tolist()
+        shares = {"token_acceptance": trimmed, "token_acceptance_full_head": full, "overlap": overlap}
+        metrics = {f"{metric_key_prefix}_{name}": value / count for name, value in shares.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+class _FiniteGradients(TrainerCallback):
+    """Stops before an optimiser step that would write something else than numbers into the weights."""
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        norms = torch._foreach_norm([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
+        if not torch.isfinite(torch.stack(norms)).all():
+            raise PipelineError(
+                f"The gradients are not finite at optimiser step {state.global_step + 1}; the weights are those of the"
+                " step before.",
+                "lower distill.learning_rate.",
+            )
 
 
 class _Progress(TrainerCallback):
@@ -81,24 +138,45 @@ class _Progress(TrainerCallback):
         self.bar.update(int(state.global_step * self.tokens_per_step) - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        names = {"loss": "kl", "eval_token_acceptance": "dev_acceptance"}
+        names = {"loss": "loss", "eval_token_acceptance": "dev_acceptance"}
         self.bar.set_postfix(
             {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
         )
-
-    def on_save(self, args, state, control, **kwargs):
-        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
 
 
+class _Completion(TrainerCallback):
+    """Marks a checkpoint as whole, once all processes have written their part."""
+
+    def on_save(self, args, state, control, **kwargs):
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
+        if state.is_world_process_zero:
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            with atomic_path(folder / COMPLETE) as temporary:
+                temporary.write_text(json.dumps(_sizes(folder)), encoding="utf-8")
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    names = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(COMPLETE))
+    return {str(path.relative_to(folder)): path.stat().st_size for path in names if not path.name.startswith(".")}
+
+
 def newest_whole_checkpoint(checkpoints: Path) -> str | None:
-    """The newest checkpoint that was written to its end; those that were not are removed."""
-    for folder in checkpoints.glob("checkpoint-*"):
-        if not (folder / COMPLETE).exists():
-            shutil.rmtree(folder)
-    return get_last_checkpoint(str(checkpoints)) if checkpoints.is_dir() else None
+    """The newest checkpoint whose files are all there in full; others are named and, newer ones, removed."""
+    folders = sorted(checkpoints.glob("checkpoint-*"), key=lambda folder: -int(folder.name.split("-")[-1]))
+    for folder in folders:
+        try:
+            whole = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            whole = None
+        if whole and whole == _sizes(folder):
+            return str(folder)
+        logger.warning("%s is not whole (a killed save or a damaged file): it is passed over.", folder)
+        shutil.rmtree(folder)
+    return None
 
 
 def distill(
@@ -109,67 +187,110 @@ def distill(
     config: DistillConfig,
     seed: int,
     checkpoints: Path,
+    *,
+    vocabulary: int,
+    target: PreTrainedModel | None = None,
+    reference: PreTrainedModel | None = None,
 ) -> list[dict]:
     """Train `draft` in place; afterwards it holds the weights of the best dev token acceptance.
 
-    Continues from the newest checkpoint under `checkpoints`. Returns the history: dicts with step, tokens, loss,
-    learning_rate, dev_token_acceptance (each present where measured).
+    Continues from the newest checkpoint under `checkpoints`. Ids below `vocabulary` are those that target and draft share.
+    `target` is needed for config.target=online, `reference` for config.selected_share < 1. Returns the history: dicts
+    with step, tokens, loss, learning_rate, dev_token_acceptance, dev_token_acceptance_full_head, dev_overlap (each present
+    where measured).
     """
-    check_plain_head(draft)
+    for model in filter(None, (draft, target, reference)):
+        check_plain_head(model)
     torch.manual_seed(seed)
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     common = (head_token_ids, config.tokens_per_forward, seed)
     batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
     dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
-    accumulation = min(len(batches), max(1, round(config.tokens_per_step / config.tokens_per_forward)))
-    steps = math.ceil(config.epochs * len(batches) / accumulation)
-    tokens = sum(batch["input_ids"].numel() for batch in (batches[i] for i in range(len(batches))))
-    tokens_per_step = tokens / len(batches) * accumulation
-    interval = max(1, math.ceil(steps / config.evaluations))
+    plan = _plan(config, batches)
     attention = draft.config._attn_implementation
     if draft.device.type == "cpu":
         draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
     with quiet_transformers():
-        trainer = DistillationTrainer(
+        trainer = DraftTrainer(
             model=draft,
-            args=_training_arguments(config, seed, checkpoints, steps, accumulation, interval),
+            args=_training_arguments(config, seed, checkpoints, plan),
             train_dataset=batches,
             eval_dataset=dev_batches,
-            head_token_ids=torch.tensor(head_token_ids, device=draft.device),
             dev_batches=dev_batches,
-            callbacks=[_Progress(tokens_per_step)],
+            callbacks=[_Progress(plan.tokens_per_step), _FiniteGradients(), _Completion()],
         )
+        if config.patience:
+            trainer.add_callback(EarlyStoppingCallback(config.patience))
         trainer.remove_callback(PrinterCallback)
-        checkpoint = newest_whole_checkpoint(checkpoints)
-        trainer.train(resume_from_checkpoint=checkpoint)
+        trainer.install(_objective(config, head_token_ids, vocabulary, target, reference, trainer.args.device))
+        trainer.train(resume_from_checkpoint=newest_whole_checkpoint(checkpoints))
     trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
+    del draft.forward
     draft.set_attn_implementation(attention)
     draft.requires_grad_(True).eval()
-    return _history(trainer.state.log_history, tokens_per_step)
+    return _history(trainer.state.log_history, plan.tokens_per_step)
 
 
-def _training_arguments(
-    config: DistillConfig, seed: int, checkpoints: Path, steps: int, accumulation: int, interval: int
-) -> TrainingArguments:
+@dataclass
+class _Plan:
+    steps: int  # optimiser steps
+    accumulation: int  # forward passes of a step on each process
+    tokens_per_step: float  # on average, padding included
+    interval: int  # steps between evaluations
+
+
+def _plan(config: DistillConfig, batches: AnswerBatches) -> _Plan:
+    processes = PartialState().num_processes
+    wanted = config.tokens_per_step / config.tokens_per_forward / processes
+    accumulation = min(math.ceil(len(batches) / processes), max(1, round(wanted)))
+    per_step = accumulation * processes
+    steps = math.ceil(config.epochs * len(batches) / per_step)
+    tokens_per_step = batches.padded_tokens / len(batches) * per_step
+    return _Plan(steps, accumulation, tokens_per_step, max(1, math.ceil(steps / config.evaluations)))
+
+
+def _objective(
+    config: DistillConfig,
+    head_token_ids: list[int],
+    vocabulary: int,
+    target: PreTrainedModel | None,
+    reference: PreTrainedModel | None,
+    device: torch.device,
+) -> Objective:
+    return Objective(
+        divergence(config.loss, config.jensen_shannon_beta),
+        torch.tensor(head_token_ids, device=device),
+        vocabulary,
+        sampled_rows=config.sampled_rows,
+        chunk_tokens=config.chunk_tokens,
+        kl_temperature=config.kl_temperature,
+        target=target if config.target == "online" else None,
+        reference=reference,
+        selected_share=config.selected_share,
+    )
+
+
+def _training_arguments(config: DistillConfig, seed: int, checkpoints: Path, plan: _Plan) -> TrainingArguments:
     return TrainingArguments(
         output_dir=str(checkpoints),
-        max_steps=steps,
-        gradient_accumulation_steps=accumulation,
+        max_steps=plan.steps,
+        gradient_accumulation_steps=plan.accumulation,
         per_device_train_batch_size=1,
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
-        warmup_steps=round(config.warmup_share * steps),
+        warmup_steps=round(config.warmup_share * plan.steps),
         weight_decay=config.weight_decay,
+        optim={"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}[config.optimizer],
         adam_beta2=config.adam_beta2,
         max_grad_norm=config.max_grad_norm,
         seed=seed,
         data_seed=seed,
-        logging_steps=max(1, interval // 4),
+        logging_steps=max(1, plan.interval // 4),
         logging_nan_inf_filter=False,
         eval_strategy="steps",
-        eval_steps=interval,
+        eval_steps=plan.interval,
         save_strategy="steps",
-        save_steps=interval,
+        save_steps=plan.interval,
         save_total_limit=2,
         load_best_model_at_end=True,
         metric_for_best_model="token_acceptance",
@@ -186,7 +307,8 @@ def _training_arguments(
 
 def _history(log: list[dict], tokens_per_step: float) -> list[dict]:
     """The Trainer's log as one row per step that logged anything."""
-    names = {"loss": "loss", "learning_rate": "learning_rate", "eval_token_acceptance": "dev_token_acceptance"}
+    names = {"loss": "loss", "learning_rate": "learning_rate"}
+    names |= {name.replace("dev_", "eval_"): name for name in HISTORY if name.startswith("dev_")}
     rows: dict[int, dict] = {}
     for entry in log:
         found = {names[key]: value for key, value in entry.items() if key in names}
@@ -199,9 +321,8 @@ def _history(log: list[dict], tokens_per_step: float) -> list[dict]:
 
 
 def write_history(path: Path, history: list[dict]) -> None:
-    """CSV with the columns step, tokens, loss, learning_rate, dev_token_acceptance; empty where not measured."""
+    """CSV with the columns `HISTORY`; empty where not measured."""
     with atomic_path(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as stream:
-        columns = ["step", "tokens", "loss", "learning_rate", "dev_token_acceptance"]
-        writer = csv.DictWriter(stream, columns)
+        writer = csv.DictWriter(stream, HISTORY)
         writer.writeheader()
         writer.writerows(history)

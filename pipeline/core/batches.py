@@ -31,8 +31,8 @@ class AnswerBatches(Dataset):
 
     The n scored tokens are the answers'; with `prompts` also those of the prompts after the first. Item i: input_ids
     [rows, length]; query [n], flat index of the position that predicts each scored token; labels [n], the scored tokens;
-    target [n], the target's most probable token there; top_index [n, top], column of each stored entry in the trimmed
-    head or -1; top_logprobs [n, top].
+    target [n], the target's most probable token there; top_ids [n, top], the stored entries; top_index [n, top], column of
+    each in the trimmed head or -1; top_logprobs [n, top]; index, the item's own number.
     """
 
     def __init__(
@@ -63,10 +63,18 @@ class AnswerBatches(Dataset):
     def __len__(self) -> int:
         return len(self.groups)
 
+    @property
+    def padded_tokens(self) -> int:
+        """Tokens of all batches together, padding included."""
+        return sum(len(group) * self._width(group) for group in self.groups)
+
+    def _width(self, group: list[Answer]) -> int:
+        width = _rounded_up(max(map(_length, group)), WIDTH_STEP)
+        return min(width, self.max_positions or width)
+
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         group = self.groups[index]
-        width = _rounded_up(max(map(_length, group)), WIDTH_STEP)
-        width = min(width, self.max_positions or width)
+        width = self._width(group)
         input_ids = np.zeros((len(group), width), dtype=np.int64)
         query, labels = [], []
         for row, answer in enumerate(group):
@@ -83,9 +91,18 @@ class AnswerBatches(Dataset):
             "labels": scored,
             "shift_labels": scored,  # tells the Trainer that labels are aligned already, when it counts them
             "target": torch.from_numpy(top_ids[:, 0].astype(np.int64)),
+            "top_ids": torch.from_numpy(top_ids.astype(np.int64)),
             "top_index": torch.from_numpy(self.column[top_ids]),
             "top_logprobs": torch.from_numpy(self._scored(group, "top_logprobs")),
+            "index": torch.tensor(index),
         }
+
+    def prompt_ids(self, index: int, tokens: np.ndarray) -> list[str]:
+        """The prompts to which the scored tokens number `tokens` of item `index` belong."""
+        group = self.groups[index]
+        counts = [len(a.answer_ids) + (len(a.prompt_ids) - 1 if self.prompts else 0) for a in group]
+        rows = np.searchsorted(np.cumsum(counts), tokens, side="right")
+        return [group[row].prompt_id for row in np.unique(rows)]
 
     def _scored(self, group: list[Answer], name: str) -> np.ndarray:
         """The stored entries `name` of the scored tokens, [n, top]."""
@@ -113,30 +130,21 @@ def check_plain_head(model: PreTrainedModel) -> None:
         )
 
 
-def answer_logits(model: PreTrainedModel, batch: dict[str, Tensor], head_token_ids: Tensor | None) -> Tensor:
-    """The draft's logits before each scored token, [n, head]; the whole head when `head_token_ids` is None."""
+def answer_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    """The last hidden states before each scored token, [n rounded up to a multiple of `COUNT_STEP`, width]."""
     known = batch["input_ids"].clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
     hidden = model.get_decoder()(input_ids=known, use_cache=False).last_hidden_state
     count = len(batch["query"])
     query = F.pad(batch["query"], (0, _rounded_up(count, COUNT_STEP) - count))
-    hidden = hidden.reshape(-1, hidden.shape[-1])[query]
+    return hidden.reshape(-1, hidden.shape[-1])[query]
+
+
+def answer_logits(model: PreTrainedModel, batch: dict[str, Tensor], head_token_ids: Tensor | None) -> Tensor:
+    """The model's logits before each scored token, [n, head]; the whole head when `head_token_ids` is None."""
+    count = len(batch["query"])
+    hidden = answer_hidden(model, batch)
     head = model.get_output_embeddings()
     if head_token_ids is None:
         return head(hidden)[:count]
     bias = None if head.bias is None else head.bias[head_token_ids]
     return F.linear(hidden, head.weight[head_token_ids], bias)[:count]
-
-
-@torch.inference_mode()
-def greedy_agreement(model: PreTrainedModel, batches: AnswerBatches, head_token_ids: Tensor) -> float:
-    """Share of answer positions where the draft's best token in its trimmed head is the target's best token."""
-    training = model.training
-    model.eval()
-    agreed = total = 0
-    for index in range(len(batches)):
-        batch = {name: tensor.to(model.device) for name, tensor in batches[index].items()}
-        best = head_token_ids[answer_logits(model, batch, head_token_ids).argmax(dim=-1)]
-        agreed += (best == batch["target"]).sum().item()
-        total += len(best)
-    model.train(training)
-    return agreed / total

@@ -2,7 +2,8 @@
 
 A decoding step multiplies a few rows by every weight of the model, so it is bound by how fast the weights stream from
 memory. The stock product of a few rows copies the weights into blocks first, in every call; the prepacked layout is read
-as it lies. A single float32 row is the exception: matrix-vector products, one for each thread, stream faster.
+as it lies. A single float32 row is the exception: matrix-vector products, one for each thread, stream faster. Layers that
+read the same input are one product, since every call costs about as much as streaming a few hundred kilobytes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 INT8_COLUMNS = 16  # the 8-bit kernel reads so many inputs at a time, also beyond the end of a row
 FEW_ROWS = 4  # up to so many rows, 8-bit weights are multiplied faster than bfloat16 ones
+SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # siblings that transformers gives one input
 PACKED_FOR_ROWS = {torch.float32: 16, torch.bfloat16: 4}  # oneDNN chooses one layout for all batch sizes by this one
 
 
@@ -122,6 +124,65 @@ class Int8WeightLinear(nn.Module):
         return outputs if self.bias is None else outputs + self.bias
 
 
+class FusedProjections:
+    """Several linear layers of one input as a single product, computed when the first of them is asked for."""
+
+    def __init__(self, packed: nn.Module, widths: list[int]) -> None:
+        self.packed = packed
+        self.widths = widths
+        self.inputs: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
+
+    def output(self, inputs: Tensor, index: int) -> Tensor:
+        """The output of layer `index`; the last one's lets go of the others."""
+        if inputs is not self.inputs:
+            self.inputs, self.outputs = inputs, self.packed(inputs).split(self.widths, dim=-1)
+        output = self.outputs[index]
+        if index == len(self.widths) - 1:
+            self.inputs, self.outputs = None, ()
+        return output
+
+
+class ProjectionPart(nn.Module):
+    """One of the layers of a `FusedProjections`; inference only."""
+
+    def __init__(self, linear: nn.Linear, fused: FusedProjections, index: int) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.fused = fused
+        self.index = index
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """[..., in_features] -> [..., out_features]"""
+        return self.fused.output(inputs, self.index)
+
+
+def _fuse(linears: list[nn.Linear], half_weights: bool) -> list[nn.Module]:
+    joined = nn.Linear(1, 1, device="meta")
+    joined.in_features, joined.out_features = linears[0].in_features, sum(layer.out_features for layer in linears)
+    joined.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in linears]), requires_grad=False)
+    biases = [layer.bias.detach() for layer in linears if layer.bias is not None]
+    joined.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
+    fused = FusedProjections(_packed(joined, half_weights), [layer.out_features for layer in linears])
+    return [ProjectionPart(layer, fused, index) for index, layer in enumerate(linears)]
+
+
+def _can_fuse(linears: list[nn.Module | None]) -> bool:
+    if not all(isinstance(layer, nn.Linear) and can_pack(layer) for layer in linears):
+        return False
+    kinds = {(layer.in_features, layer.weight.dtype, layer.bias is None) for layer in linears}
+    return len(kinds) == 1
+
+
+def _packed(linear: nn.Linear, half_weights: bool) -> nn.Module:
+    if half_weights and linear.weight.dtype == torch.float32 and HAS_FBGEMM:
+        return HalfWeightLinear(linear)
+    if half_weights and linear.weight.dtype == torch.bfloat16 and linear.in_features % INT8_COLUMNS == 0:
+        return Int8WeightLinear(linear)
+    return PackedLinear(linear)
+
+
 def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Module:
     """A view of `model` with prepacked linear layers where that is possible; `model` itself keeps its own.
 
@@ -132,15 +193,15 @@ def pack_linear_layers(model: nn.Module, half_weights: bool = False) -> nn.Modul
     if is_dispatched(model):
         return model
     if isinstance(model, nn.Linear):
-        if not can_pack(model):
-            return model
-        if half_weights and model.weight.dtype == torch.float32 and HAS_FBGEMM:
-            return HalfWeightLinear(model)
-        if half_weights and model.weight.dtype == torch.bfloat16 and model.in_features % INT8_COLUMNS == 0:
-            return Int8WeightLinear(model)
-        return PackedLinear(model)
+        return _packed(model, half_weights) if can_pack(model) else model
     view = copy.copy(model)
+    fused: dict[str, nn.Module] = {}
+    for names in SAME_INPUT:
+        linears = [model._modules.get(name) for name in names]
+        if _can_fuse(linears):
+            fused.update(zip(names, _fuse(linears, half_weights), strict=True))
     view._modules = {
-        name: module and pack_linear_layers(module, half_weights) for name, module in model._modules.items()
+        name: fused.get(name) or (module and pack_linear_layers(module, half_weights))
+        for name, module in model._modules.items()
     }
     return view

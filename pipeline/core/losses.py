@@ -1,29 +1,108 @@
-"""Distillation losses: one value per token, zero exactly where the draft's distribution equals the target's."""
+"""Divergences between the target's distribution p and the draft's q: one value per token, zero exactly where q equals p.
+
+All take log-probabilities over the same entries, `log_p` and `log_q` [tokens, entries], each row summing to one, and return
+[tokens] in nats (shares of probability for total variation). The entries are the whole vocabulary, or the target's stored top and one bucket for everything
+else (`top_and_tail`): merging entries never raises any of these divergences, so the bucketed value is a lower bound that
+is zero only where the draft agrees on every stored entry and on the mass of the rest.
+
+What each means for acceptance: a round keeps a drafted token with probability a = sum min(p, q) = 1 - TV(p, q) (Leviathan
+et al., 2023, Corollary 3.6). `total_variation` and `lk` train that number itself; the KL divergences bound it (Pinsker:
+TV <= sqrt(KL / 2)) and have the better-behaved gradients where p and q are far apart.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-SMALLEST_MASS = 1e-6
+SMALLEST_MASS = 1e-6  # of a tail bucket, so that its logarithm and gradient stay finite
+LOG_ABSENT = -1e4  # log-probability of an entry that neither side has: exp gives an exact 0, differences stay finite
+LK_HYBRID_RATE = 3.0
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
 
 
-def forward_kl_top(logits: Tensor, top_index: Tensor, top_logprobs: Tensor) -> Tensor:
-    """KL(p || q) = sum p (log p - log q) over the target's top entries and one bucket for everything else, [tokens].
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p || q) = sum p (log p - log q): the draft must cover all that the target may say (Hinton et al., 2015)."""
+    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
 
-    The bucket keeps the loss a true divergence when only the top of p is stored: it is never negative, and zero only if
-    q agrees with p on every top entry and on the mass of the rest (Hinton et al., 2015, with a tail bucket). With all
-    entries stored it is the full forward KL.
 
-    logits        [tokens, head] raw logits of the draft; q is their softmax over its head
-    top_index     int64 [tokens, top] column of each stored entry in the head; -1 where the head lacks it
-    top_logprobs  [tokens, top] the target's log-probabilities at temperature 1
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q || p) = sum q (log q - log p): the draft may leave out, but must not invent (MiniLLM, Gu et al., 2024)."""
+    return forward_kl(log_q, log_p)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+    """beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q (Agarwal et al., 2024, GKD, eq. 1).
+
+    At beta 0 and 1, where that expression vanishes, the limits of its direction: KL(p || q) at 0, KL(q || p) at 1. Just
+    beside the ends the expression gives almost no gradient: `check_beta` refuses that.
     """
-    in_head = top_index >= 0
-    log_q = logits.log_softmax(dim=-1, dtype=torch.float32).gather(-1, top_index.clamp(min=0))
-    p = top_logprobs.exp() * in_head
-    q = log_q.exp() * in_head
-    top_terms = torch.where(in_head, p * (top_logprobs - log_q), 0.0).sum(dim=-1)
-    p_rest = (1 - p.sum(dim=-1)).clamp(min=0)
-    q_rest = (1 - q.sum(dim=-1)).clamp(min=SMALLEST_MASS)
-    return top_terms + torch.xlogy(p_rest, p_rest) - p_rest * q_rest.log()
+    if beta == 0:
+        return forward_kl(log_p, log_q)
+    if beta == 1:
+        return reverse_kl(log_p, log_q)
+    log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+    return beta * forward_kl(log_p, log_m) + (1 - beta) * forward_kl(log_q, log_m)
+
+
+def check_beta(beta: float) -> None:
+    """Raise `ValueError` unless `beta` is 0, 1 or between 0.001 and 0.999."""
+    if beta not in (0, 1) and not 1e-3 <= beta <= 1 - 1e-3:
+        raise ValueError(
+            f"beta={beta} is no divergence to train with: use 0 (forward KL), 1 (reverse KL) or 0.001 to 0.999"
+        )
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """1 - sum min(p, q) = sum |p - q| / 2: the share of drafted tokens that is rejected (DistillSpec, Zhou et al., 2024)."""
+    return (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
+
+
+def lk(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-log sum min(p, q): the negative logarithm of the acceptance (LK losses, arXiv 2602.23881)."""
+    return -torch.minimum(log_p, log_q).logsumexp(dim=-1)
+
+
+def lk_hybrid(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """w KL(p || q) + (1 - w) TV(p, q) with w = exp(-3 a), a the token's present acceptance, no gradient through w.
+
+    Forward KL while the draft is far from the target, total variation as it comes close (LK losses, arXiv 2602.23881).
+    """
+    variation = total_variation(log_p, log_q)
+    weight = (-LK_HYBRID_RATE * (1 - variation.detach())).exp()
+    return weight * forward_kl(log_p, log_q) + (1 - weight) * variation
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+    "lk": lk,
+    "lk_hybrid": lk_hybrid,
+}
+JENSEN_SHANNON = "jensen_shannon"  # the one with a parameter
+NAMES = (*DIVERGENCES, JENSEN_SHANNON)
+
+
+def divergence(name: str, beta: float) -> Divergence:
+    """The divergence called `name`; `beta` is Jensen-Shannon's."""
+    if name == JENSEN_SHANNON:
+        return lambda log_p, log_q: jensen_shannon(log_p, log_q, beta)
+    return DIVERGENCES[name]
+
+
+def top_and_tail(top_logprobs: Tensor, log_q_top: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's stored top and a bucket for all else, for both sides: log p and log q, [tokens, top + 1] float32.
+
+    top_logprobs  [tokens, top] the target's log-probabilities of its stored entries
+    log_q_top     [tokens, top] the draft's log-probabilities of the same entries
+    present       bool [tokens, top] false where the draft cannot name the entry: its mass counts as the target's tail
+    """
+    log_p = top_logprobs.float().masked_fill(~present, LOG_ABSENT)
+    log_q = log_q_top.float().masked_fill(~present, LOG_ABSENT)
+    tails = [(1 - logs.exp().sum(dim=-1, keepdim=True)).clamp(min=SMALLEST_MASS).log() for logs in (log_p, log_q)]
+    return torch.cat([log_p, tails[0]], dim=-1), torch.cat([log_q, tails[1]], dim=-1)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pipeline.core.losses import NAMES, check_beta
+
 RANGES = (
     ("epochs", 1e-6, 1e6),
     ("learning_rate", 1e-9, 1.0),
@@ -11,22 +13,37 @@ RANGES = (
     ("weight_decay", 0.0, 1.0),
     ("adam_beta2", 0.0, 1 - 1e-6),
     ("max_grad_norm", 1e-6, 1e6),
+    ("kl_temperature", 1e-3, 1e3),
+    ("selected_share", 1e-3, 1.0),
 )
+COUNTS = ("tokens_per_step", "tokens_per_forward", "evaluations", "head_tokens", "chunk_tokens")
+OPTIONAL_COUNTS = ("sampled_rows", "patience")
+CHOICES = (("loss", NAMES), ("target", ("stored", "online")), ("optimizer", ("adamw", "adamw_8bit")))
 
 
 @dataclass
 class DistillConfig:
     """How the draft is trained."""
 
+    loss: str  # divergence of the draft from the target: one of pipeline.core.losses.NAMES
+    jensen_shannon_beta: float  # loss=jensen_shannon: 0 is forward KL, 1 reverse KL
+    kl_temperature: float  # of both distributions inside the loss; other than 1 needs target=online
+    target: str  # stored: probabilities of data/answers; online: the target runs beside the draft
+    sampled_rows: int | None  # rows of the head outside the trimmed one, drawn for each step; null: all of them
+    selected_share: float  # of a batch's tokens that are trained, those with most left to learn; 1: all
+    reference_draft: str | None  # selected_share < 1: folder of a draft that shows what can be learnt
     epochs: float  # passes over the train answers
     learning_rate: float  # peak; warm-up is linear, decay a cosine to 0
     warmup_share: float  # of all optimiser steps
     weight_decay: float
     adam_beta2: float
     max_grad_norm: float
-    tokens_per_step: int  # tokens of an optimiser step, prompts and padding included
+    optimizer: str  # adamw | adamw_8bit (bitsandbytes: a quarter of the optimiser's memory)
+    tokens_per_step: int  # tokens of an optimiser step, prompts and padding included, over all processes
     tokens_per_forward: int  # tokens of one forward pass; gradients accumulate up to tokens_per_step
+    chunk_tokens: int  # tokens whose logits exist at one time
     evaluations: int  # times that dev token acceptance is measured; the best checkpoint is kept
+    patience: int | None  # evaluations without a better dev token acceptance after which training ends; null: none
     head_tokens: int  # size of the draft's trimmed head
     train_on_prompts: bool  # the prompts' tokens count like the answers'
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
@@ -35,6 +52,25 @@ class DistillConfig:
         for name, low, high in RANGES:
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"distill.{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}")
-        for name in ("tokens_per_step", "tokens_per_forward", "evaluations", "head_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"distill.{name} must be >= 1, got {getattr(self, name)}")
+        for name in (*COUNTS, *OPTIONAL_COUNTS):
+            value = getattr(self, name)
+            if value is None and name in OPTIONAL_COUNTS:
+                continue
+            if value < 1:
+                raise ValueError(f"distill.{name} must be >= 1, got {value}")
+        for name, allowed in CHOICES:
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"distill.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        try:
+            check_beta(self.jensen_shannon_beta)
+        except ValueError as error:
+            raise ValueError(f"distill.jensen_shannon_{error}") from None
+        if self.kl_temperature != 1 and self.target == "stored":
+            raise ValueError(
+                "distill.kl_temperature other than 1 needs distill.target=online: the stored top at temperature 1 does not"
+                " say how much the rest weighs at another temperature"
+            )
+        if self.selected_share < 1 and not self.reference_draft:
+            raise ValueError(
+                "distill.selected_share below 1 needs distill.reference_draft, the folder of a distilled draft"
+            )

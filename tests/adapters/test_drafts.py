@@ -77,10 +77,15 @@ class Project:
 
     def distilled(self, start: DraftConfig) -> Path:
         """The folder of the draft that the distill stage makes of `start`, with the smoke run's recipe."""
-        with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
-            recipe = stage.typed_config(compose("config", overrides=["experiment=smoke"]), distill.Config).distill
-        distill.run(distill.Config(self.target.config, start, replace(recipe, epochs=3, evaluations=1), seed=0))
+        smoke = smoke_config()
+        recipe = replace(smoke.distill, epochs=3, evaluations=1)
+        distill.run(replace(smoke, target=self.target.config, draft=start, distill=recipe))
         return self.root / "data" / "draft"
+
+
+def smoke_config() -> distill.Config:
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        return stage.typed_config(compose("config", overrides=["experiment=smoke"]), distill.Config)
 
 
 def save_model(folder: Path, rows: int, layers: int, seed: int, tied: bool) -> None:
@@ -114,7 +119,7 @@ def build_project(root: Path, target_rows: int, sibling_rows: int, tied: bool, s
     (root / "models" / "architecture.json").write_text(json.dumps(architecture), encoding="utf-8")
     target = Target(ModelConfig(name="t", id="models/target", dtype="float32"), root)
     answers = answered(target)
-    facts = {**target.compatibility_key, "template": target.template, "target_domain": "legal"}
+    facts = {**target.facts, **smoke_config().generate.facts, "target_domain": "legal"}
     for split, rows in (("train", answers), ("dev", answers[:4])):
         write_answers(root / "data" / "answers" / split / "00000.parquet", rows, facts)
     project = Project(root, target, sibling_rows, tied, answers, store)

@@ -2,45 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+from tiny_answers import answers_of
 from tiny_models import tiny_llama
+from transformers import TrainerCallback
 
 from pipeline.adapters import trainer
 from pipeline.adapters.trainer import COMPLETE, distill, newest_whole_checkpoint, write_history
-from pipeline.core.answers import Answer
-from pipeline.core.batches import AnswerBatches, answer_logits, greedy_agreement
+from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.errors import PipelineError
-from pipeline.core.losses import forward_kl_top
+from pipeline.core.losses import NAMES, forward_kl
+from pipeline.core.objective import Objective
 from pipeline.core.pruning import check_layers, keep_layers
-from pipeline.core.sampling import Sampling
 from pipeline.core.training import DistillConfig
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
-
-
-def answer_of(target, prompt: list[int], tokens: int, name: str, top: int = 10) -> Answer:
-    """A greedy answer with its stored probabilities, computed without any of the code under test."""
-    ids = list(prompt)
-    values, index = [], []
-    with torch.inference_mode():
-        scores = target(torch.tensor([ids]), use_cache=False).logits[0, :-1].log_softmax(-1).topk(top)
-        for _ in range(tokens):
-            logprobs = target(torch.tensor([ids]), use_cache=False).logits[0, -1].log_softmax(-1)
-            best = logprobs.topk(top)
-            values.append(best.values.numpy())
-            index.append(best.indices.numpy().astype(np.int32))
-            ids.append(int(best.indices[0]))
-    own = np.array([row[0] for row in values], dtype=np.float32)
-    return Answer(
-        name, "legal", "continuation", name, np.array(prompt, np.int32), np.array(ids[len(prompt) :], np.int32),
-        "length", Sampling(), 0, own, np.stack(index), np.stack(values), scores.indices.numpy().astype(np.int32),
-        scores.values.numpy(),
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +32,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def answers(target):
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 100, size=rng.integers(2, 9)).tolist() for _ in range(24)]
-    return [answer_of(target, prompt, 3 + index % 5, f"p{index}") for index, prompt in enumerate(prompts)]
+    return answers_of(target, 24)
 
 
 def test_every_answer_token_is_trained_once_and_nothing_else(answers):
@@ -79,10 +59,11 @@ def test_prompts_are_scored_only_when_asked_for(target, answers):
     batch, group = with_prompts[0], with_prompts.groups[0]
     expected = [token for a in group for token in [*a.prompt_ids[1:].tolist(), *a.answer_ids.tolist()]]
     assert batch["labels"].tolist() == expected
-    with torch.inference_mode():
-        losses = forward_kl_top(answer_logits(target, batch, None), batch["top_index"], batch["top_logprobs"])
+    whole = Objective(forward_kl, torch.arange(100), 100, sampled_rows=None, chunk_tokens=100)
+    _, losses = whole.loss(target, batch)
     assert losses.max() < 1e-4, "the target's own logits meet the stored ones at every scored position"
-    assert greedy_agreement(target, with_prompts, torch.arange(100)) == 1.0
+    count, trimmed, full, _ = whole.agreement(target, batch).tolist()
+    assert count == trimmed == full == len(expected)
 
 
 def test_padding_and_neighbours_do_not_change_the_logits(target, answers):
@@ -107,45 +88,49 @@ def test_batches_are_no_wider_than_the_model(answers):
 @pytest.mark.parametrize(
     "change",
     [{"learning_rate": float("inf")}, {"learning_rate": 1e6}, {"warmup_share": 5.0}, {"warmup_share": -1.0},
-     {"adam_beta2": 2.0}, {"weight_decay": float("nan")}, {"max_grad_norm": -1.0}, {"epochs": 0.0}],
+     {"adam_beta2": 2.0}, {"weight_decay": float("nan")}, {"max_grad_norm": -1.0}, {"epochs": 0.0},
+     {"jensen_shannon_beta": 0.9999}, {"kl_temperature": 2.0}, {"selected_share": 0.5}, {"loss": "kl"},
+     {"target": "here"}, {"optimizer": "sgd"}, {"sampled_rows": 0}, {"patience": 0}, {"chunk_tokens": 0}],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         config(**change)
 
 
-def test_target_as_its_own_draft_agrees_everywhere(target, answers):
-    batches = AnswerBatches(answers, list(range(100)), 64, seed=0)
-    assert greedy_agreement(target, batches, torch.arange(100)) == 1.0
-
-
 def config(**changes) -> DistillConfig:
     settings = {
         "epochs": 8, "learning_rate": 3e-3, "warmup_share": 0.1, "weight_decay": 0.0, "adam_beta2": 0.98,
         "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52, "train_on_prompts": False, "freeze_embeddings": False,
+        "loss": "forward_kl", "jensen_shannon_beta": 0.5, "kl_temperature": 1.0, "target": "stored", "sampled_rows": None,
+        "selected_share": 1.0, "reference_draft": None, "optimizer": "adamw", "chunk_tokens": 2048, "patience": None,
     }  # fmt: skip
     return DistillConfig(**{**settings, **changes})
 
 
+def objective(**options) -> Objective:
+    return Objective(forward_kl, torch.tensor(HEAD), 100, **{"sampled_rows": None, "chunk_tokens": 2048, **options})
+
+
 def mean_loss(draft, answers) -> float:
-    batch = AnswerBatches(answers, HEAD, 10_000, seed=0)[0]
-    with torch.inference_mode():
-        return forward_kl_top(
-            answer_logits(draft, batch, torch.tensor(HEAD)), batch["top_index"], batch["top_logprobs"]
-        ).mean().item()  # fmt: skip
+    return objective().loss(draft, AnswerBatches(answers, HEAD, 10_000, seed=0)[0])[1].mean().item()
+
+
+def train(draft, answers, dev, settings: DistillConfig, folder, **options) -> list[dict]:
+    return distill(draft, answers, dev, HEAD, settings, 0, folder, vocabulary=100, **options)
 
 
 def test_training_lowers_the_loss_and_reports_history(target, answers, tmp_path):
     draft = keep_layers(target, [0, 3])
     before = mean_loss(draft, answers)
-    history = distill(draft, answers, answers[:6], HEAD, config(), seed=0, checkpoints=tmp_path / "c")
+    history = train(draft, answers, answers[:6], config(), tmp_path / "c")
     assert mean_loss(draft, answers) < 0.7 * before
     measured = [row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row]
     assert len(measured) == 2
     dev = AnswerBatches(answers[:6], HEAD, 10_000, seed=0)
-    assert greedy_agreement(draft, dev, torch.tensor(HEAD)) == pytest.approx(max(measured))
+    count, trimmed, _, _ = objective().agreement(draft, dev[0]).tolist()
+    assert trimmed / count == pytest.approx(max(measured))
     write_history(tmp_path / "history.csv", history)
-    assert (tmp_path / "history.csv").read_text().startswith("step,tokens,loss,learning_rate,dev_token_acceptance\n")
+    assert (tmp_path / "history.csv").read_text().startswith("step,tokens,loss,learning_rate,dev_token_acceptance,")
 
 
 def test_padding_rows_of_the_draft_play_no_part_in_training(target, answers, tmp_path):
@@ -153,51 +138,177 @@ def test_padding_rows_of_the_draft_play_no_part_in_training(target, answers, tmp
     draft = tiny_llama(std=0.1, vocabulary=104, num_hidden_layers=2, tie_word_embeddings=False)
     with torch.no_grad():
         draft.lm_head.weight[100:] = 1e4
-    history = distill(draft, answers, answers[:2], HEAD, config(), seed=0, checkpoints=tmp_path / "c")
+    history = train(draft, answers, answers[:2], config(), tmp_path / "c")
     losses = [row["loss"] for row in history if "loss" in row]
     assert np.isfinite(losses).all() and losses[-1] < losses[0]
     assert bool((draft.lm_head.weight[100:] == 1e4).all())
 
 
-def test_accumulation_equals_one_large_batch(target, answers, tmp_path, monkeypatch):
-    """Normalised by the answer tokens of the whole step: four micro-batches or one give the same update."""
+@pytest.fixture
+def float32(monkeypatch):
     monkeypatch.setattr(trainer, "resolve_dtype", lambda *_: torch.float32)
+
+
+def flat(draft) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in draft.parameters()])
+
+
+def test_accumulation_equals_one_large_batch(target, answers, tmp_path, float32):
+    """Normalised by the answer tokens of the whole step: four micro-batches or one give the same update."""
     changes = {"epochs": 1, "evaluations": 1, "tokens_per_step": 10_000, "warmup_share": 0.0}
     weights = []
     for name, tokens in (("whole", 10_000), ("parts", 64)):
         draft = keep_layers(target, [0, 3])
-        distill(draft, answers, answers[:2], HEAD, config(**changes, tokens_per_forward=tokens), 0, tmp_path / name)
-        weights.append(torch.cat([parameter.detach().flatten() for parameter in draft.parameters()]))
-    start = torch.cat([p.detach().flatten() for p in keep_layers(target, [0, 3]).parameters()])
-    assert (weights[0] - start).abs().max() > 1e-4
+        train(draft, answers, answers[:2], config(**changes, tokens_per_forward=tokens), tmp_path / name)
+        weights.append(flat(draft))
+    assert (weights[0] - flat(keep_layers(target, [0, 3]))).abs().max() > 1e-4
     assert (weights[0] - weights[1]).abs().max() < 2e-4
 
 
 def test_frozen_embeddings_stay_and_the_rest_is_trained(target, answers, tmp_path):
     draft = keep_layers(target, [0, 3])
-    distill(draft, answers, answers[:2], HEAD, config(epochs=1, freeze_embeddings=True), 0, tmp_path / "c")
+    train(draft, answers, answers[:2], config(epochs=1, freeze_embeddings=True), tmp_path / "c")
     assert torch.equal(draft.model.embed_tokens.weight, target.model.embed_tokens.weight)
     assert not torch.equal(draft.model.layers[0].mlp.up_proj.weight, target.model.layers[0].mlp.up_proj.weight)
 
 
-def test_a_half_written_checkpoint_is_passed_over(tmp_path):
-    """P06: a killed save leaves a folder without its last file."""
-    for step, whole in ((8, True), (16, False)):
-        folder = tmp_path / f"checkpoint-{step}"
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        if whole:
-            (folder / COMPLETE).touch()
-    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-8")
+class _Killed(TrainerCallback):
+    """Ends the run as a kill would: in the middle of a step, leaving what is on disk."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Records (optimiser step, rows of its forward pass, learning rate); `kill_at` ends a run there."""
+
+    class Watched(trainer.DraftTrainer):
+        kill_at = None
+        seen: list = []
+
+        def __init__(self, **options):
+            super().__init__(**options)
+            if Watched.kill_at:
+                self.add_callback(_Killed(Watched.kill_at))
+
+        def compute_loss(self, model, inputs, *args, **options):
+            Watched.seen.append((self.state.global_step, int(inputs["index"]), self._get_learning_rate()))
+            return super().compute_loss(model, inputs, *args, **options)
+
+    monkeypatch.setattr(trainer, "DraftTrainer", Watched)
+    return Watched
+
+
+RESUMED = {"epochs": 3, "evaluations": 4, "sampled_rows": 8, "tokens_per_step": 128, "tokens_per_forward": 64}
+
+
+def straight_run(target, answers, folder, watched) -> tuple[torch.Tensor, list]:
+    draft = keep_layers(target, [0, 3])
+    train(draft, answers, answers[:4], config(**RESUMED), folder)
+    seen, watched.seen = watched.seen, []
+    return flat(draft), seen
+
+
+def killed_run(target, answers, folder, watched, step: int) -> None:
+    watched.kill_at = step
+    with pytest.raises(KeyboardInterrupt):
+        train(keep_layers(target, [0, 3]), answers, answers[:4], config(**RESUMED), folder)
+    watched.kill_at, watched.seen = None, []
+
+
+def test_a_killed_run_continues_with_the_same_rows_rates_and_weights(target, answers, tmp_path, watched, float32):
+    """P07: killed in the second epoch, between two checkpoints."""
+    weights, seen = straight_run(target, answers, tmp_path / "straight", watched)
+    last = seen[-1][0]
+    assert last >= 8, "the run must have enough steps to be killed in the middle of"
+    killed_run(target, answers, tmp_path / "killed", watched, step=last // 2 + 1)
+    whole = newest_whole_checkpoint(tmp_path / "killed")
+    resumed_at = int(whole.split("-")[-1])
+    assert 0 < resumed_at <= last // 2 + 1
+    draft = keep_layers(target, [0, 3])
+    train(draft, answers, answers[:4], config(**RESUMED), tmp_path / "killed")
+    assert watched.seen == [entry for entry in seen if entry[0] >= resumed_at]
+    assert (flat(draft) - weights).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [("model.safetensors", "cut"), ("optimizer.pt", "empty"), ("trainer_state.json", "gone"), (COMPLETE, "gone"),
+     (COMPLETE, "cut")],
+)  # fmt: skip
+def test_a_damaged_checkpoint_is_named_and_passed_over(
+    name, damage, target, answers, tmp_path, watched, float32, caplog
+):
+    """P06"""
+    weights, seen = straight_run(target, answers, tmp_path / "straight", watched)
+    killed_run(target, answers, tmp_path / "killed", watched, step=seen[-1][0])
+    folders = sorted((tmp_path / "killed").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[-1]))
+    broken = folders[-1] / name
+    if damage == "gone":
+        broken.unlink()
+    else:
+        broken.write_bytes(broken.read_bytes()[: broken.stat().st_size // 2 if damage == "cut" else 0])
+    draft = keep_layers(target, [0, 3])
+    train(draft, answers, answers[:4], config(**RESUMED), tmp_path / "killed")
+    assert str(folders[-1]) in caplog.text
+    assert watched.seen[0][0] == int(folders[-2].name.split("-")[-1])
+    assert (flat(draft) - weights).abs().max() < 1e-6
+
+
+def test_when_every_checkpoint_is_broken_training_starts_anew(tmp_path, caplog):
+    for step in (8, 16):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "config.json").write_text("{}")
+    assert newest_whole_checkpoint(tmp_path) is None
+    assert caplog.text.count("not whole") == 2 and not list(tmp_path.iterdir())
     assert newest_whole_checkpoint(tmp_path / "absent") is None
 
 
-def test_a_diverging_run_stops_with_the_remedy(target, answers, tmp_path):
+def test_a_loss_that_is_not_finite_names_its_rows_and_changes_no_weight(target, answers, tmp_path):
+    rows = [copy.deepcopy(answer) for answer in answers]
+    rows[5].top_logprobs[1] = float("nan")
     draft = keep_layers(target, [0, 3])
-    with torch.no_grad():
-        draft.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(PipelineError, match="learning_rate"):
-        distill(draft, answers, answers[:2], HEAD, config(), seed=0, checkpoints=tmp_path / "c")
+    before = flat(draft)
+    with pytest.raises(PipelineError, match=r"p5;.*learning_rate"):
+        train(draft, rows, answers[:2], config(tokens_per_step=10_000, tokens_per_forward=10_000), tmp_path / "c")
+    assert torch.equal(flat(draft), before)
+
+
+def test_gradients_that_are_not_finite_change_no_weight(target, answers, tmp_path, monkeypatch):
+    draft = keep_layers(target, [0, 3])
+    before = flat(draft)
+    draft.model.layers[0].mlp.up_proj.weight.register_hook(lambda gradient: gradient * float("inf"))
+    with pytest.raises(PipelineError, match="gradients are not finite at optimiser step 1"):
+        train(draft, answers, answers[:2], config(), tmp_path / "c")
+    assert torch.equal(flat(draft), before)
+
+
+def test_training_ends_early_when_dev_acceptance_stops_rising(target, answers, tmp_path):
+    history = train(
+        keep_layers(target, [0, 3]), answers, answers[:2],
+        config(epochs=40, evaluations=20, patience=2, learning_rate=1e-9), tmp_path / "c",
+    )  # fmt: skip
+    assert sum("dev_token_acceptance" in row for row in history) == 3
+
+
+@pytest.mark.parametrize("loss", NAMES)
+def test_every_loss_trains_with_the_target_in_the_loop(loss, target, answers, tmp_path):
+    draft = keep_layers(target, [0, 3])
+    before = mean_loss(draft, answers)
+    train(draft, answers, answers[:2], config(loss=loss, target="online", epochs=6), tmp_path / "c", target=target)
+    assert mean_loss(draft, answers) < 0.85 * before
+
+
+def test_the_8_bit_optimiser_trains(target, answers, tmp_path):
+    draft = keep_layers(target, [0, 3])
+    before = mean_loss(draft, answers)
+    train(draft, answers, answers[:2], config(optimizer="adamw_8bit"), tmp_path / "c")
+    assert mean_loss(draft, answers) < 0.8 * before
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -205,7 +316,7 @@ def test_saved_draft_reloads_to_the_same_logits_in_a_new_process(tied, answers, 
     """L08"""
     big = tiny_llama(std=0.1, num_hidden_layers=4, tie_word_embeddings=tied)
     draft = keep_layers(big, [1, 3])
-    distill(draft, answers, answers[:2], HEAD, config(epochs=1, evaluations=1), seed=0, checkpoints=tmp_path / "c")
+    train(draft, answers, answers[:2], config(epochs=1, evaluations=1), tmp_path / "c")
     draft.save_pretrained(tmp_path / "draft")
     with torch.inference_mode():
         torch.save(draft(torch.tensor([[1, 2, 3]])).logits, tmp_path / "logits.pt")

@@ -93,14 +93,17 @@ def test_sampled_and_half_precision_runs_prove_losslessness_in_float32(pair, dty
         assert set(departure) == {"prompt_id", "candidate", "token_index", "float32_gap", "legal"}
 
 
-def test_a_departure_is_legal_only_between_the_top_two_at_a_near_tie():
+def test_the_gap_of_a_departure_is_the_farther_tokens_distance_from_the_best():
     target = tiny_llama()
     with torch.inference_mode():
         logits = target(torch.tensor([[1, 2, 3]]), use_cache=False).logits[0, -1]
     first, second, third = logits.topk(3).indices.tolist()
     gap = near_tie_gap(target, [1, 2, 3], (second, first))
     assert gap == pytest.approx((logits[first] - logits[second]).item(), abs=1e-5)
-    assert near_tie_gap(target, [1, 2, 3], (first, third)) is None
+    farther = pytest.approx((logits[first] - logits[third]).item(), abs=1e-5)
+    assert (
+        near_tie_gap(target, [1, 2, 3], (first, third)) == near_tie_gap(target, [1, 2, 3], (second, third)) == farther
+    )
 
 
 def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):

@@ -122,4 +122,4 @@ def test_below_a_dispatched_module_nothing_is_packed():
     block.forward = type(block).forward.__get__(block)
     view = pack_linear_layers(model)
     assert is_dispatched(block) and view.model.layers[0].mlp is block
-    assert isinstance(view.model.layers[1].mlp.up_proj, PackedLinear) == can_pack(block.up_proj)
+    assert isinstance(view.model.layers[1].mlp.down_proj, PackedLinear) == can_pack(block.down_proj)

@@ -33,20 +33,27 @@ RUN = Request(
 
 @pytest.fixture(scope="module")
 def target():
-    """After token 4 the ids 5 and 6 almost tie, and 7 comes far behind."""
+    """After token 4 the ids 5, 6 and 8 almost tie, and 7 comes far behind."""
     model = chain({1: 4, 4: 5})
     with torch.no_grad():
-        model.lm_head.weight[6, 4], model.lm_head.weight[7, 4] = 0.99, 0.5
+        model.lm_head.weight[6:9, 4] = torch.tensor([0.99, 0.5, 0.985])
     return model
 
 
 @pytest.mark.parametrize(("token", "largest_gap", "legal"), [(6, 0.5, True), (6, 0.01, False), (7, 0.5, False)])
-def test_a_departure_is_legal_only_between_the_top_two_of_a_near_tie(target, token, largest_gap, legal):
+def test_a_departure_is_legal_only_where_both_tokens_tie_for_the_best(target, token, largest_gap, legal):
     same = dataclasses.replace(RUN, token_ids=[4, 5], first_departure=None)
     departed = dataclasses.replace(RUN, token_ids=[4, token])
     (judged,) = judge_departures(target, [same, departed], {"p": [2, 1]}, {"p": [4, 5]}, largest_gap)
     assert (judged["token_index"], judged["legal"]) == (1, legal)
-    assert (judged["float32_gap"] is None) == (token == 7)
+    assert (judged["float32_gap"] > 0.5) == (token == 7)
+
+
+def test_a_tie_of_three_may_fall_either_way(target):
+    """Neither token is float32's best, both tie with it."""
+    departed = dataclasses.replace(RUN, token_ids=[4, 8])
+    (judged,) = judge_departures(target, [departed], {"p": [2, 1]}, {"p": [4, 6]}, 0.5)
+    assert judged["legal"]
 
 
 def test_the_gap_is_that_of_the_float32_logits(target):

@@ -15,7 +15,7 @@ from transformers.integrations.sdpa_attention import repeat_kv
 from pipeline.core.attention import FEW_QUERIES, GROUPED, grouped_attention
 from pipeline.core.cache import CachedModel
 from pipeline.core.decoding import DecodeConfig, decode
-from pipeline.core.linear import PackedLinear, can_pack, pack_linear_layers
+from pipeline.core.linear import PackedLinear, ProjectionPart, can_pack, pack_linear_layers
 from pipeline.core.packing import PackedNorm, decoding_view, pack_norm
 
 FAMILIES = {
@@ -142,3 +142,30 @@ def test_single_rows_and_many_give_the_same_product(shape):
         single = torch.cat([packed(row[None]) for row in inputs])
         assert torch.allclose(single, packed(inputs), atol=1e-5)
         assert torch.allclose(single, layer(inputs), atol=1e-5)
+
+
+def test_layers_of_one_input_are_one_product_whatever_the_order_they_are_asked_in():
+    attention = tiny("llama").model.layers[0].self_attn
+    packed = pack_linear_layers(attention)
+    names = ("q_proj", "k_proj", "v_proj")
+    fused = can_pack(attention.q_proj)
+    assert all(isinstance(getattr(packed, name), ProjectionPart) == fused for name in names)
+    first, second = torch.randn(2, 3, 64), torch.randn(2, 3, 64)
+    with torch.inference_mode():
+        for inputs, order in ((first, names), (second, names[::-1]), (first, names[:2]), (second, names)):
+            for name in order:
+                expected = getattr(attention, name)(inputs)
+                assert torch.allclose(getattr(packed, name)(inputs), expected, atol=1e-5), (name, order)
+        for name in names:
+            for inputs in (first, second):
+                assert torch.allclose(getattr(packed, name)(inputs), getattr(attention, name)(inputs), atol=1e-5)
+
+
+def test_layers_with_and_without_bias_stay_apart():
+    mlp = tiny("llama").model.layers[0].mlp
+    mlp.up_proj.bias = nn.Parameter(torch.randn(mlp.up_proj.out_features))
+    packed = pack_linear_layers(mlp)
+    inputs = torch.randn(2, 64)
+    assert not isinstance(packed.up_proj, ProjectionPart)
+    with torch.inference_mode():
+        assert torch.allclose(packed(inputs), mlp(inputs), atol=1e-5)
