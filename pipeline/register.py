@@ -64,7 +64,8 @@ def run(config: Config) -> None:
     Raises `PipelineError` when the store cannot be used, when an old receipt names a version that it lacks, or when
     draft and metrics belong to different targets.
     """
-    from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
+    from pipeline.adapters.mlflow_registry import MlflowStore
+    from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
 
     registry = config.registry
     uri = resolve_tracking_uri(registry.tracking_uri, stage.PROJECT_ROOT)

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline import register, stage
-from pipeline.adapters.mlflow_registry import MlflowStore, resolve_tracking_uri
+from pipeline.adapters.mlflow_registry import MlflowStore
+from pipeline.adapters.mlflow_store import resolve_tracking_uri
 from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import Check, judge
