@@ -57,7 +57,7 @@ def write_verdict(root: Path, acceptance: float) -> None:
 
 
 def config(model_name: str, uri: str | None = None) -> register.Config:
-    return register.Config(register.RegistryConfig(uri, "domain-draft", model_name, "candidate", 3.0))
+    return register.Config(register.RegistryConfig(uri, "domain-draft", 3.0, model_name, "candidate"))
 
 
 def receipt(root: Path) -> dict:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import fcntl
 import hashlib
 import http.client
 import logging
@@ -12,6 +13,7 @@ import os
 import re
 import socket
 import sqlite3
+import subprocess
 import tempfile
 import time
 import urllib.error
@@ -25,7 +27,7 @@ from urllib.parse import urlparse
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at import; its usage reports need the network
 
 from mlflow import MlflowClient
-from mlflow.entities import Metric, Param, RunStatus
+from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 
 from pipeline.core.errors import PipelineError
@@ -62,23 +64,37 @@ def resolve_tracking_uri(configured: str | None, root: Path) -> str:
 def check_store(uri: str, timeout_seconds: float) -> None:
     """Raise `PipelineError` within about `timeout_seconds` unless the store at `uri` answers.
 
-    A fresh SQLite file is made into a store. MLflow itself retries an unreachable store for minutes.
+    A fresh SQLite file is made into a store, by one process at a time. MLflow itself retries an unreachable store for
+    minutes.
     """
     parsed = urlparse(uri)
+    alone = contextlib.nullcontext()
     try:
         if parsed.scheme == "sqlite":
-            _check_sqlite(Path(uri.removeprefix("sqlite:///")), timeout_seconds)
+            alone = _checked_sqlite(Path(uri.removeprefix("sqlite:///")), timeout_seconds)
         elif parsed.scheme in ("http", "https"):
             _check_server(uri, timeout_seconds)
         elif parsed.hostname:
             port = parsed.port or DATABASE_PORTS.get(parsed.scheme.split("+")[0])
             if port is not None:
                 socket.create_connection((parsed.hostname, port), timeout_seconds).close()
-        with errors_of(uri):
-            MlflowClient(tracking_uri=uri, registry_uri=uri).search_registered_models(max_results=1)
+        with alone, errors_of(uri):
+            client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+            client.search_registered_models(max_results=1)
+            client.search_experiments(max_results=1)
     except (OSError, ValueError, sqlite3.Error, http.client.HTTPException) as error:
         reason = f"The MLflow store {_without_password(uri)} cannot be used: {error}."
         raise PipelineError(reason, STORE_REMEDY) from None
+
+
+def git_tags(root: Path) -> dict[str, str]:
+    """The commit of the project at `root`, or nothing outside a git checkout."""
+    command = ["git", "-C", str(root), "rev-parse", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"git_commit": done.stdout.strip()}
 
 
 @dataclass
@@ -96,26 +112,57 @@ class RunStore:
     @contextlib.contextmanager
     def run(self, experiment_name: str, run_name: str, tags: dict[str, Any]) -> Iterator[str]:
         """Yield the id of a new run. It ends as FINISHED, or as FAILED when the block raises."""
-        with errors_of(self.uri):
-            run = self.client.create_run(self._experiment_id(experiment_name), run_name=run_name, tags=tag_texts(tags))
-        run_id = run.info.run_id
+        run_id = self.create_run(experiment_name, run_name, tags).info.run_id
         try:
             with errors_of(self.uri):
                 yield run_id
         except BaseException:
-            self.client.set_terminated(run_id, RunStatus.to_string(RunStatus.FAILED))
+            self.end_run(run_id, "FAILED")
             raise
-        self.client.set_terminated(run_id, RunStatus.to_string(RunStatus.FINISHED))
+        self.end_run(run_id, "FINISHED")
+
+    def create_run(self, experiment_name: str, run_name: str, tags: dict[str, Any]) -> Run:
+        """A new run, as RUNNING."""
+        with errors_of(self.uri):
+            return self.client.create_run(self._experiment_id(experiment_name), run_name=run_name, tags=tag_texts(tags))
+
+    def reopen_run(self, run_id: str) -> Run | None:
+        """The run `run_id`, as RUNNING again, or None when the store does not know it or it was deleted."""
+        with errors_of(self.uri, absent_is_none=True):
+            run = self.client.get_run(run_id)
+            if run.info.lifecycle_stage == LifecycleStage.ACTIVE:
+                self.client.update_run(run_id, status="RUNNING")
+                return run
+        return None
+
+    def end_run(self, run_id: str, status: str) -> None:
+        """End a run as FINISHED, FAILED or KILLED."""
+        with errors_of(self.uri):
+            self.client.set_terminated(run_id, status)
+
+    def set_tags(self, run_id: str, tags: dict[str, Any]) -> None:
+        """Set `tags`, in place of their old values where there are any."""
+        with errors_of(self.uri):
+            self.client.log_batch(run_id, tags=[RunTag(key, text) for key, text in tag_texts(tags).items()])
 
     def log_params(self, run_id: str, values: dict[str, Any]) -> None:
         """Log nested `values` as flat params; a value over 500 characters is shortened and says so."""
-        params = [Param(key, _shorten(str(value), PARAM_CHARACTERS)) for key, value in _flatten(values).items()]
-        for batch in _batches(params, PARAMS_PER_BATCH):
-            self.client.log_batch(run_id, params=batch)
+        self._log_params(run_id, _param_texts(values))
+
+    def log_params_again(self, run_id: str, values: dict[str, Any], logged: dict[str, str], prefix: str) -> None:
+        """Log what `values` add to the params `logged` before, and what they change under the name `prefix` + key.
+
+        MLflow refuses a new value for a param.
+        """
+        texts = _param_texts(values)
+        new = {key: text for key, text in texts.items() if key not in logged}
+        changed = {_key(f"{prefix}{key}"): text for key, text in texts.items() if logged.get(key, text) != text}
+        self._log_params(run_id, {**new, **changed})
 
     def log_metrics(self, run_id: str, values: dict[str, float]) -> None:
         """Log single numbers at step 0."""
-        self._log_metrics(run_id, ((name, value, 0) for name, value in values.items()))
+        now = int(time.time() * 1000)
+        self.log_points(run_id, [(name, value, 0, now) for name, value in values.items()])
 
     def log_curves(self, run_id: str, prefix: str, history: Path) -> None:
         """Log each column of the CSV file `history` as the metric `<prefix>/<column>` over its column `step`.
@@ -124,13 +171,36 @@ class RunStore:
         """
         with history.open(encoding="utf-8", newline="") as stream:
             rows = list(csv.DictReader(stream))
-        points = (
-            (f"{prefix}/{column}", float(cell), int(row["step"]))
+        now = int(time.time() * 1000)
+        points = [
+            (f"{prefix}/{column}", float(cell), int(row["step"]), now)
             for row in rows
             for column, cell in row.items()
             if column != "step" and cell
-        )
-        self._log_metrics(run_id, points)
+        ]
+        self.log_points(run_id, points)
+
+    def log_points(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
+        """Log points of metrics: name, value, step and Unix milliseconds. Values that are not finite are left out."""
+        metrics = [
+            Metric(_key(name), value, timestamp, step)
+            for name, value, step, timestamp in points
+            if math.isfinite(value)
+        ]
+        with errors_of(self.uri):
+            for batch in _batches(metrics, METRICS_PER_BATCH):
+                self.client.log_batch(run_id, metrics=batch)
+
+    def last_steps(self, run: Run) -> dict[str, int]:
+        """The last step that each metric of `run` was logged at."""
+        with errors_of(self.uri):
+            curves = {key: self.client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+        return {key: max(point.step for point in points) for key, points in curves.items()}
+
+    def log_text(self, run_id: str, name: str, text: str) -> None:
+        """Store `text` as the file `name` among the run's artifacts."""
+        with errors_of(self.uri):
+            self.client.log_text(run_id, text, name)
 
     def log_files(self, run_id: str, files: dict[str, Path]) -> None:
         """Copy `files` (path among the run's artifacts -> file)."""
@@ -141,11 +211,10 @@ class RunStore:
                 target.write_bytes(path.read_bytes())
             self.client.log_artifacts(run_id, folder)
 
-    def _log_metrics(self, run_id: str, points: Iterable[tuple[str, float, int]]) -> None:
-        now = int(time.time() * 1000)
-        metrics = [Metric(_key(name), value, now, step) for name, value, step in points if math.isfinite(value)]
-        for batch in _batches(metrics, METRICS_PER_BATCH):
-            self.client.log_batch(run_id, metrics=batch)
+    def _log_params(self, run_id: str, texts: dict[str, str]) -> None:
+        with errors_of(self.uri):
+            for batch in _batches([Param(key, text) for key, text in texts.items()], PARAMS_PER_BATCH):
+                self.client.log_batch(run_id, params=batch)
 
     def _experiment_id(self, name: str) -> str:
         """The experiment's id; a new one in SQLite keeps its artifacts in mlruns/ beside the file, not in the cwd."""
@@ -155,14 +224,27 @@ class RunStore:
         location = None
         if self.uri.startswith("sqlite:///"):
             location = (Path(self.uri.removeprefix("sqlite:///")).parent / "mlruns" / _key(name)).as_uri()
-        return self.client.create_experiment(name, artifact_location=location)
+        try:
+            return self.client.create_experiment(name, artifact_location=location)
+        except MlflowException:
+            if (experiment := self.client.get_experiment_by_name(name)) is None:
+                raise
+            return experiment.experiment_id  # another process was faster
 
 
-def _check_sqlite(path: Path, timeout_seconds: float) -> None:
+@contextlib.contextmanager
+def _checked_sqlite(path: Path, timeout_seconds: float) -> Iterator[None]:
+    """Check that `path` can be written, and run the block while no other process is in here.
+
+    MLflow makes its tables without such a lock, so that two first starts at once would break each other.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(sqlite3.connect(path, timeout=timeout_seconds)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.rollback()
+    with path.with_name(f"{path.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.closing(sqlite3.connect(path, timeout=timeout_seconds)) as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            connection.rollback()
+        yield
 
 
 def _check_server(uri: str, timeout_seconds: float) -> None:
@@ -211,6 +293,10 @@ def _key(name: str) -> str:
     if len(clean) <= KEY_CHARACTERS:
         return clean
     return f"{clean[: KEY_CHARACTERS - 9]}.{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+
+
+def _param_texts(values: dict[str, Any]) -> dict[str, str]:
+    return {key: _shorten(str(value), PARAM_CHARACTERS) for key, value in _flatten(values).items()}
 
 
 def tag_texts(tags: dict[str, Any]) -> dict[str, str]:
