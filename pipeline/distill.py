@@ -73,6 +73,8 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
             reference=reference,
             on_log=tracked.log_row,
         )
+        for row in history:  # those that a killed attempt did not come to send
+            tracked.log_row(row)
         with atomic_path(output_path("data/draft")) as folder:
             save_draft(folder, draft, target, head, config.draft)
             write_effective_config(folder, config)

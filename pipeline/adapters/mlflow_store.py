@@ -191,11 +191,11 @@ class RunStore:
             for batch in _batches(metrics, METRICS_PER_BATCH):
                 self.client.log_batch(run_id, metrics=batch)
 
-    def last_steps(self, run: Run) -> dict[str, int]:
-        """The last step that each metric of `run` was logged at."""
+    def logged_points(self, run: Run) -> set[tuple[str, int]]:
+        """Name and step of all points of `run`."""
         with errors_of(self.uri):
-            curves = {key: self.client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
-        return {key: max(point.step for point in points) for key, points in curves.items()}
+            curves = [self.client.get_metric_history(run.info.run_id, key) for key in run.data.metrics]
+        return {(point.key, point.step) for curve in curves for point in curve}
 
     def log_text(self, run_id: str, name: str, text: str) -> None:
         """Store `text` as the file `name` among the run's artifacts."""

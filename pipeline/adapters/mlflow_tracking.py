@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RUN_ID_FILE = "mlflow_run_id"  # in the stage's resumable folder
-SECONDS_BETWEEN_BATCHES = 5.0  # a batch takes some 10 ms
+SECONDS_BETWEEN_BATCHES = 5.0  # a batch takes some 10 to 30 ms
 SECONDS_AFTER_FAILURE = 60.0  # each try may wait for the store's timeout, twice
 
 
@@ -59,11 +59,11 @@ class StageRun:
         self.store = store
         self.run_id = run.info.run_id
         self.attempt = int(run.data.tags.get("attempt", 0)) + 1
-        self.logged_params = run.data.params  # this and the next two: by earlier attempts
-        self.last_steps = store.last_steps(run)
+        self.logged_params = run.data.params  # by earlier attempts
         self.earlier_seconds = run.data.metrics.get("wall_seconds", 0.0)
+        self.known = store.logged_points(run)  # names and steps of points that were sent, or wait to be
         self.started = time.monotonic()
-        self.step = self.last_steps.get("tokens_seen", 0)
+        self.step = max((step for name, step in self.known if name == "tokens_seen"), default=0)
         self.progress: list[tuple[float, int]] = []  # seconds, tokens: at the first and the newest row
         self.points: list[tuple[str, float, int, int]] = []  # to be sent: name, value, step, Unix milliseconds
         self.next_batch = 0.0
@@ -82,17 +82,19 @@ class StageRun:
     def log_row(self, row: dict[str, float]) -> None:
         """Log what was measured at optimiser step `row["step"]`, after `row["tokens"]` tokens.
 
-        Each other figure becomes two curves: over steps under its name, over tokens as `by_tokens/<name>`. Points that
-        an earlier attempt has logged are left out: training repeats what came after its newest checkpoint.
+        Each other figure becomes two curves: over steps under its name, over tokens as `by_tokens/<name>`. A figure that
+        was logged before for the same step is left out, for a new attempt repeats what came after its checkpoint.
         """
         step, tokens = row["step"], row["tokens"]
         curves = [("tokens_seen", tokens, step)]
         for name in row.keys() - {"step", "tokens"}:
             curves += [(name, row[name], step), (f"by_tokens/{name}", row[name], tokens)]
         now = int(time.time() * 1000)
-        self.points += [(*point, now) for point in curves if point[2] > self.last_steps.get(point[0], -1)]
+        self.points += [(*point, now) for point in curves if (point[0], point[2]) not in self.known]
+        self.known |= {(name, place) for name, _, place in curves}
         self.step = max(self.step, step)
-        self.progress = [*self.progress[:1], (time.monotonic(), tokens)]
+        if not self.progress or tokens > self.progress[-1][1]:
+            self.progress = [*self.progress[:1], (time.monotonic(), tokens)]
         if time.monotonic() >= self.next_batch:
             self._send()
 
@@ -115,7 +117,7 @@ class StageRun:
     def _summary(self) -> dict[str, float]:
         """Seconds of all attempts; peak memory and tokens per second (dev evaluation included) of this one."""
         figures = {"wall_seconds": self.earlier_seconds + time.monotonic() - self.started, **_peak_memory()}
-        if self.progress and self.progress[-1][1] > self.progress[0][1]:
+        if len(self.progress) == 2:
             (start, first), (end, last) = self.progress
             figures["tokens_per_second"] = (last - first) / (end - start)
         return figures

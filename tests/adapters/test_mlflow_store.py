@@ -22,7 +22,7 @@ def store(tmp_path_factory):
         check_store(uri, timeout_seconds=5)
         yield RunStore(uri)
         assert list(elsewhere.iterdir()) == []
-    assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlflow.db.lock", "mlruns"}
+    assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 
 def test_uri_resolution(tmp_path, monkeypatch):

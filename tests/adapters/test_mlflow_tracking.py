@@ -196,12 +196,14 @@ def test_a_killed_run_goes_on(root, cache):
     assert curve(root, run_id, "loss") == [(1, 1.0), (2, 0.5), (3, 1.0 / 3)]
     assert left.data.metrics["wall_seconds"] > 0
     with tracked(root, cache) as run:
-        for step in (2, 3, 4):
+        for step in (2, 3, 5, 4):  # 4: what the killed attempt had not sent, from the history at the end
             run.log_row({"step": step, "tokens": 10 * step, "loss": 1.0 / step})
     done = found(root, run_id)
     assert (run.run_id, done.info.status, done.data.tags["attempt"]) == (run_id, "FINISHED", "2")
-    assert curve(root, run_id, "loss") == [(1, 1.0), (2, 0.5), (3, 1.0 / 3), (4, 0.25)]
-    assert curve(root, run_id, "by_tokens/loss") == [(10, 1.0), (20, 0.5), (30, 1.0 / 3), (40, 0.25)]
+    assert curve(root, run_id, "loss") == [(1, 1.0), (2, 0.5), (3, 1.0 / 3), (4, 0.25), (5, 0.2)]
+    assert curve(root, run_id, "by_tokens/loss")[-2:] == [(40, 0.25), (50, 0.2)]
+    assert [step for step, _ in curve(root, run_id, "tokens_seen")] == [1, 2, 3, 4, 5]
+    assert done.data.metrics["tokens_seen"] == 50
     assert done.data.metrics["wall_seconds"] > left.data.metrics["wall_seconds"]
 
 
