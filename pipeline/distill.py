@@ -1,13 +1,15 @@
 """distill: train the draft on the target's answers.
 
 Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
-Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
-Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of the best dev token acceptance. A killed run
-        continues from its newest checkpoint.
+Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv; an MLflow
+        run.
+Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of
+        the best dev token acceptance. A killed run continues from its newest checkpoint, in the same MLflow run.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from transformers import PreTrainedModel
 
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, save_draft
+from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -24,7 +27,7 @@ from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
-from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
+from pipeline.stage import cache_path, execute, input_path, output_path, typed_config, write_effective_config
 
 
 @dataclass
@@ -36,40 +39,46 @@ class Config:
     seed: int
 
 
-def run(config: Config) -> None:
+def run(config: Config, tracking: TrackingConfig | None = None) -> None:
+    """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
     target = Target(config.target, root)
     vocabulary = check_draft(config.draft, target, root).shared_ids
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
     check_same_settings(facts, config.generate)
-    train = read_answers(input_path("data/answers/train"))
-    dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
-    head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
     settings = (vars(config.distill), vars(config.draft), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
-    draft = initial_draft(config.draft, target, root)
-    reference = _reference_draft(config.distill.reference_draft, target, root)
-    online = target.model if config.distill.target == "online" else None
-    if online is None:
-        target.unload()
-    history = distill(
-        draft,
-        train,
-        dev,
-        head,
-        config.distill,
-        config.seed,
-        checkpoints,
-        vocabulary=len(vocabulary),
-        target=online,
-        reference=reference,
-    )
-    with atomic_path(output_path("data/draft")) as folder:
-        save_draft(folder, draft, target, head, config.draft)
-        write_effective_config(folder, config)
-    write_history(output_path("data/distill/history.csv"), history)
+    first_rank = os.environ.get("RANK", "0") == "0"
+    with stage_run(tracking, "distill", config, root, checkpoints, main_process=first_rank) as tracked:
+        train = read_answers(input_path("data/answers/train"))
+        dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
+        head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
+        draft = initial_draft(config.draft, target, root)
+        reference = _reference_draft(config.distill.reference_draft, target, root)
+        online = target.model if config.distill.target == "online" else None
+        if online is None:
+            target.unload()
+        history = distill(
+            draft,
+            train,
+            dev,
+            head,
+            config.distill,
+            config.seed,
+            checkpoints,
+            vocabulary=len(vocabulary),
+            target=online,
+            reference=reference,
+            on_log=tracked.log_row,
+        )
+        for row in history:  # those that a killed attempt did not come to send
+            tracked.log_row(row)
+        with atomic_path(output_path("data/draft")) as folder:
+            save_draft(folder, draft, target, head, config.draft)
+            write_effective_config(folder, config)
+        write_history(output_path("data/distill/history.csv"), history)
     shutil.rmtree(checkpoints)
 
 
@@ -79,7 +88,7 @@ def _reference_draft(folder: str | None, target: Target, root: Path) -> PreTrain
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg):
-    execute(run, Config, cfg)
+    execute(lambda config: run(config, typed_config(cfg.registry, TrackingConfig)), Config, cfg)
 
 
 if __name__ == "__main__":
