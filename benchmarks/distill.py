@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +27,8 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from distill_on_policy import trl_leg
+from distill_storage import StorageSettings, storage_table
 from hydra import compose, initialize_config_dir
 from transformers import PreTrainedModel
 
@@ -35,13 +38,16 @@ from pipeline.adapters.targets import Target
 from pipeline.adapters.trainer import distill
 from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path, fingerprint
+from pipeline.core.batches import AnswerBatches
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.cost_model import best_draft_length
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.evaluation import Engine, time_candidates, time_one
+from pipeline.core.losses import forward_kl
 from pipeline.core.metrics import acceptance_by_position
+from pipeline.core.objective import Objective
 from pipeline.core.pruning import keep_layers
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
@@ -140,6 +146,19 @@ class Lab:
         epochs = PROBE_EPOCHS * seconds / probed.seconds
         return self.run(dataclasses.replace(settings, epochs=epochs, evaluations=EVALUATIONS), **options)
 
+    def agreement(self, draft: PreTrainedModel) -> dict:
+        """Dev token acceptance of a draft that was trained elsewhere."""
+        eos = self.target.eos_token_ids
+        head = domain_token_ids(self.train, self.settings.head_tokens, eos, range(self.vocabulary))
+        options = {"sampled_rows": None, "chunk_tokens": self.settings.chunk_tokens}
+        objective = Objective(forward_kl, torch.tensor(head), self.vocabulary, **options)
+        batches = AnswerBatches(self.dev, head, self.settings.tokens_per_forward, self.config.seed)
+        count, trimmed, full, overlap = sum(
+            objective.agreement(draft, batches[i]) for i in range(len(batches))
+        ).tolist()
+        names = ("dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap")
+        return dict(zip(names, (trimmed / count, full / count, overlap / count), strict=True))
+
     @cached_property
     def dtype(self) -> torch.dtype:
         return self.target.model.dtype
@@ -190,6 +209,14 @@ class Results:
             self._save()
         return self.rows[key]
 
+    def table(self, measure: Callable[[], list[dict]], name: str) -> list[dict]:
+        """All rows at once, from the disk if they are all there."""
+        key = fingerprint(self.settings)
+        if not self.rows or any(row["key"] != key for row in self.rows.values()):
+            self.rows = {row[name]: {"key": key, **row} for row in measure()}
+            self._save()
+        return list(self.rows.values())
+
     def _save(self) -> None:
         document = {
             "command": f"python benchmarks/distill.py {' '.join(sys.argv[1:])}",
@@ -231,6 +258,8 @@ RECIPES: dict[str, dict] = {
     "whole head": {"sampled_rows": None},
 }
 COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap", "dev_speedup", "draft_length"]  # fmt: skip
+TRL_BETAS = (0.0, 1.0)  # forward and reverse KL
+TRL_LEARNING_RATES = (1e-4, 5e-4)
 FULL_LENGTH = 3  # so many of the screened recipes are trained at full length
 
 
@@ -319,8 +348,6 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 def memory(vocabulary: int = 49_152, width: int = 576) -> None:
     """Peak memory that head and loss add, in a fresh process each: chunked, and all tokens at once."""
-    import subprocess
-
     results = Results("memory", {"vocabulary": vocabulary, "width": width})
     rows = []
     for tokens in (1024, 2048, 4096, 8192):
@@ -338,6 +365,53 @@ def memory(vocabulary: int = 49_152, width: int = 576) -> None:
     show(rows, ["name", "tokens", "chunk", "peak_mib"])
 
 
+STORAGE_TOKENS = 40_000
+STORAGE_EPOCHS = 4.0
+
+
+def storage(lab: Lab) -> None:
+    """Bytes per scored token and acceptance of the forms in which the target's probabilities can be stored."""
+    settings = StorageSettings(
+        tokens=STORAGE_TOKENS,
+        top=[8, 16, 20, 32, 64],
+        draws=[20, 50],
+        distill=dataclasses.replace(lab.settings, epochs=STORAGE_EPOCHS, evaluations=EVALUATIONS),
+        seed=lab.config.seed,
+    )
+    results = Results("storage", {"tokens": STORAGE_TOKENS, "epochs": STORAGE_EPOCHS})
+    rows = results.table(lambda: storage_table(lab.target, lab.train, lab.dev, lab.initial_draft, settings), "form")
+    show(rows, ["form", "entries", "bytes_per_token", "stored_mass", "dev_token_acceptance", "points_below_full"])
+
+
+def trl(lab: Lab, minutes: float) -> None:
+    """Ours against TRL's DistillationTrainer: same initial draft, same train prompts, same wall-clock budget."""
+    results = Results("trl", {"minutes": minutes})
+    rows = [results.row("ours", {}, lambda: lab.run_for(minutes * 60, lab.settings).figures())]
+    prompts = [answer.prompt_ids.tolist() for answer in lab.train]
+    for beta in TRL_BETAS:
+        for rate in TRL_LEARNING_RATES:
+            facts = {"beta": beta, "learning_rate": rate}
+            rows.append(
+                results.row(
+                    f"TRL, beta {beta:g}, learning rate {rate:g}",
+                    facts,
+                    lambda f=facts: _trl(lab, prompts, minutes, **f),
+                )
+            )
+    show(rows, ["name", "tokens_per_second", "answer_tokens_per_second", "dev_token_acceptance"])
+    best = max(rows[1:], key=lambda row: row["dev_token_acceptance"])
+    print(
+        f"ours / TRL: {rows[0]['tokens_per_second'] / best['tokens_per_second']:.1f} times the tokens per second, "
+        f"{100 * (rows[0]['dev_token_acceptance'] - best['dev_token_acceptance']):+.1f} points of dev token acceptance"
+    )
+
+
+def _trl(lab: Lab, prompts: list[list[int]], minutes: float, beta: float, learning_rate: float) -> dict:
+    draft = lab.initial_draft()
+    row = trl_leg(draft, lab.target.model, lab.target.tokenizer, prompts, minutes * 60, learning_rate, beta)
+    return {**row, **lab.agreement(draft)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=["recipes", "data", "storage", "trl", "memory"])
@@ -352,6 +426,10 @@ def main() -> None:
         recipes(lab, arguments.minutes, arguments.only)
     elif arguments.table == "data":
         data(lab, arguments.minutes)
+    elif arguments.table == "storage":
+        storage(lab)
+    elif arguments.table == "trl":
+        trl(lab, arguments.minutes)
 
 
 if __name__ == "__main__":

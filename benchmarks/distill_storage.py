@@ -1,9 +1,10 @@
 """What do the target's stored probabilities cost on disk, and what do they keep of the acceptance?
 
-Every form is made from the same full log-probabilities of the same answers, written and read back by the pipeline's own
-files, and a draft is trained from it with the same steps in the same order. The forms:
+Every stored form is made from the same full log-probabilities of the same answers, written and read back by the pipeline's
+own files, and a draft is trained from it with the same steps in the same order, normalised over the whole head. The forms:
 
-- top k: the target's k most probable tokens; the loss keeps the rest in one bucket. With k = the vocabulary: full.
+- full: the whole distribution, from the target in the loop; nothing is stored.
+- top k: the target's k most probable tokens; the loss keeps the rest in one bucket.
 - sampled N: N tokens drawn from the target's distribution with replacement, each with the share of draws that it got, and
   nothing for the rest. Its forward KL has the full one's gradient in expectation (Anshumann et al., "Sparse Logit Sampling:
   Accelerating Knowledge Distillation in LLMs", ACL 2025, with the proposal at temperature 1). Tokens differ in how many
@@ -42,8 +43,7 @@ Form = Callable[[Tensor], tuple[Tensor, Tensor]]
 @dataclass
 class StorageSettings:
     tokens: int  # scored train tokens, prompts' and answers', that every form is made of
-    reference: int  # entries of the top-k form that all are held against: the vocabulary's size, where memory allows
-    top: list[int]  # entries of the other top-k forms
+    top: list[int]  # entries of the top-k forms
     draws: list[int]  # draws of the sampled forms
     distill: DistillConfig
     seed: int
@@ -56,28 +56,29 @@ def storage_table(
     make_draft: Callable[[], PreTrainedModel],
     settings: StorageSettings,
 ) -> list[dict]:
-    """One row per form, the reference first: entries, bytes_per_token (file size / scored tokens), stored_mass (mean
-    probability of all entries), dev_token_acceptance and its points_below_reference, trained_tokens, seconds.
+    """One row per form: entries, bytes_per_token (file size / scored tokens), stored_mass (mean probability of all
+    entries), dev_token_acceptance and its points_below_full, trained_tokens, seconds.
 
-    The full form takes 8 bytes of memory per token and vocabulary entry, 0.4 MB for each token of a vocabulary of 49k: a few
-    thousand `tokens` are what a machine holds. A file of so few tokens compresses worse than a whole shard (67 against 55 bytes
-    with 20 entries, for 1,500 against 20,000 tokens). `make_draft` gives the same untrained draft each time. The stored tops of
-    `train` choose the draft's head, those of `dev` say what is accepted.
+    The first row is the full distribution, from the target in the loop: nothing of it is stored. A file of a few thousand
+    tokens compresses worse than a whole shard (67 against 55 bytes with 20 entries, for 1,500 against 20,000 tokens).
+    `make_draft` gives the same untrained draft each time. The stored tops of `train` choose the draft's head, those of `dev` say what
+    is accepted.
     """
     chosen = subset(train, settings.tokens, settings.seed)
     vocabulary = target.vocabulary_size
     head = domain_token_ids(train, settings.distill.head_tokens, target.eos_token_ids, range(vocabulary))
     generator = torch.Generator().manual_seed(settings.seed)
-    forms = {"full" if k == vocabulary else f"top {k}": top_form(k) for k in [settings.reference, *settings.top]}
+    forms = {f"top {k}": top_form(k) for k in settings.top}
     forms |= {f"sampled {draws}": sampled_form(draws, generator) for draws in settings.draws}
-    rows = []
+    full = {"form": "full, in the loop", "entries": vocabulary, "bytes_per_token": None, "stored_mass": 1.0}
+    rows = [{**full, **trained(make_draft(), chosen, dev, head, settings, target, "online")}]
     for name, form in forms.items():
         stored, bytes_per_token = through_disk([reform(target.model, a, vocabulary, form) for a in chosen], vocabulary)
         facts = {"form": name, "entries": stored[0].top_ids.shape[1], "bytes_per_token": bytes_per_token}
         facts["stored_mass"] = stored_mass(stored)
-        rows.append({**facts, **trained(make_draft(), stored, dev, head, settings, vocabulary)})
+        rows.append({**facts, **trained(make_draft(), stored, dev, head, settings, target, "stored")})
     reached = rows[0]["dev_token_acceptance"]
-    return [{**row, "points_below_reference": 100 * (reached - row["dev_token_acceptance"])} for row in rows]
+    return [{**row, "points_below_full": 100 * (reached - row["dev_token_acceptance"])} for row in rows]
 
 
 def trained(
@@ -86,13 +87,24 @@ def trained(
     dev: list[Answer],
     head: list[int],
     settings: StorageSettings,
-    vocabulary: int,
+    target: Target,
+    probabilities: str,
 ) -> dict:
-    """What a draft reaches on dev when it is trained from `train`."""
+    """What a draft reaches on dev when it is trained from `train`; `probabilities` as distill.target."""
     started = time.perf_counter()
+    config = dataclasses.replace(settings.distill, target=probabilities, sampled_rows=None)
     with tempfile.TemporaryDirectory() as folder:
-        checkpoints = Path(folder) / "checkpoints"
-        history = distill(draft, train, dev, head, settings.distill, settings.seed, checkpoints, vocabulary=vocabulary)
+        history = distill(
+            draft,
+            train,
+            dev,
+            head,
+            config,
+            settings.seed,
+            Path(folder) / "checkpoints",
+            vocabulary=target.vocabulary_size,
+            target=target.model if probabilities == "online" else None,
+        )
     return {
         "dev_token_acceptance": max(row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row),
         "trained_tokens": history[-1]["tokens"],

@@ -386,7 +386,8 @@ def _source(source: SourceConfig, root: Path) -> Passed:
 
 
 def _registry(config: RegistryConfig, root: Path) -> Passed:
-    from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
+    from pipeline.adapters.mlflow_registry import MlflowStore
+    from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
 
     uri = resolve_tracking_uri(config.tracking_uri, root)
     check_store(uri, config.timeout_seconds)

@@ -1,14 +1,16 @@
 """distill: train the draft on the target's answers.
 
 Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
-Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
-Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of the best dev token acceptance. A killed run
-        continues from its newest checkpoint.
+Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv; an MLflow
+        run.
+Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of
+        the best dev token acceptance. A killed run continues from its newest checkpoint, in the same MLflow run.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +30,7 @@ from pipeline.adapters.drafts import (
     start_fingerprint,
 )
 from pipeline.adapters.layer_choice import best_row, try_layers
+from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -35,7 +38,7 @@ from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
-from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
+from pipeline.stage import cache_path, execute, input_path, output_path, typed_config, write_effective_config
 
 
 @dataclass
@@ -47,7 +50,8 @@ class Config:
     seed: int
 
 
-def run(config: Config) -> None:
+def run(config: Config, tracking: TrackingConfig | None = None) -> None:
+    """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
     target = Target(config.target, root)
     start = config.draft.pinned(root)
@@ -57,38 +61,33 @@ def run(config: Config) -> None:
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
     check_same_settings(facts, config.generate)
-    train = read_answers(input_path("data/answers/train"))
-    dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
-    head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
     settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, root), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
-    reference = _reference_draft(config.distill.reference_draft, target, root)
-    online = config.distill.target == "online"
+    first_rank = os.environ.get("RANK", "0") == "0"
+    with stage_run(tracking, "distill", config, root, checkpoints, main_process=first_rank) as tracked:
+        train = read_answers(input_path("data/answers/train"))
+        dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
+        head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
+        reference = _reference_draft(config.distill.reference_draft, target, root)
+        online = config.distill.target == "online"
 
-    def trained(settings: DistillConfig, draft: PreTrainedModel, checkpoints: Path) -> list[dict]:
-        return distill(
-            draft,
-            train,
-            dev,
-            head,
-            settings,
-            config.seed,
-            checkpoints,
-            vocabulary=len(vocabulary),
-            target=target.model if online else None,
-            reference=reference,
-        )
+        def trained(settings: DistillConfig, draft: PreTrainedModel, folder: Path, on_log: Callable | None = None):
+            models = {"target": target.model if online else None, "reference": reference}
+            options = {"vocabulary": len(vocabulary), "on_log": on_log, **models}
+            return distill(draft, train, dev, head, settings, config.seed, folder, **options)
 
-    start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
-    draft = initial_draft(start, target, root, config.seed)
-    if not online:
-        target.unload()
-    history = trained(config.distill, draft, checkpoints)
-    with atomic_path(output_path("data/draft")) as folder:
-        save_draft(folder, draft, target, head, start, tried)
-        write_effective_config(folder, config)
-    write_history(output_path("data/distill/history.csv"), history)
+        start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
+        draft = initial_draft(start, target, root, config.seed)
+        if not online:
+            target.unload()
+        history = trained(config.distill, draft, checkpoints, tracked.log_row)
+        for row in history:  # those that a killed attempt did not come to send
+            tracked.log_row(row)
+        with atomic_path(output_path("data/draft")) as folder:
+            save_draft(folder, draft, target, head, start, tried)
+            write_effective_config(folder, config)
+        write_history(output_path("data/distill/history.csv"), history)
     shutil.rmtree(checkpoints)
 
 
@@ -109,7 +108,7 @@ def _reference_draft(folder: str | None, target: Target, root: Path) -> PreTrain
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")
 def main(cfg):
-    execute(run, Config, cfg)
+    execute(lambda config: run(config, typed_config(cfg.registry, TrackingConfig)), Config, cfg)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ Does:   logs configs, metrics and training curves in one run. If the gate passed
 from __future__ import annotations
 
 import re
-import subprocess
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from pipeline import stage
+from pipeline.adapters.mlflow_tracking import TrackingConfig
 from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import verdict_lines
@@ -29,12 +29,9 @@ RECEIPT = "data/registry/receipt.json"
 
 
 @dataclass
-class RegistryConfig:
-    tracking_uri: Optional[str]  # null: MLFLOW_TRACKING_URI, else the SQLite file mlflow.db of the project
-    experiment_name: str
+class RegistryConfig(TrackingConfig):
     model_name: str  # of the registered model
     alias: str  # set on the registered version
-    timeout_seconds: float  # to wait for a server's answer at the start
 
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[\w-]+", self.alias) or self.alias == "latest" or re.fullmatch(r"[vV]\d+", self.alias):
@@ -64,7 +61,8 @@ def run(config: Config) -> None:
     Raises `PipelineError` when the store cannot be used, when an old receipt names a version that it lacks, or when
     draft and metrics belong to different targets.
     """
-    from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
+    from pipeline.adapters.mlflow_registry import MlflowStore
+    from pipeline.adapters.mlflow_store import check_store, git_tags, resolve_tracking_uri
 
     registry = config.registry
     uri = resolve_tracking_uri(registry.tracking_uri, stage.PROJECT_ROOT)
@@ -74,7 +72,8 @@ def run(config: Config) -> None:
     inputs = _read_inputs()
     passed = inputs.verdict["passed"]
     tags = _tags(inputs)
-    with store.run(registry.experiment_name, registry.model_name, {**tags, **_git_tags()}) as run_id:
+    run_tags = {**tags, **git_tags(stage.PROJECT_ROOT)}
+    with store.run(registry.experiment_name, registry.model_name, run_tags) as run_id:
         _log_run(store, run_id, config, inputs)
         version = _register(store, run_id, registry, inputs, tags) if passed else None
     if passed:
@@ -185,16 +184,6 @@ def _tags(inputs: Inputs) -> dict[str, Any]:
         "gate": inputs.verdict["gate"],
         "verdict": "passed" if inputs.verdict["passed"] else "failed",
     }
-
-
-def _git_tags() -> dict[str, str]:
-    """The commit of the project, or nothing outside a git checkout."""
-    command = ["git", "-C", str(stage.PROJECT_ROOT), "rev-parse", "HEAD"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    return {"git_commit": done.stdout.strip()}
 
 
 def _card(model_name: str, inputs: Inputs) -> str:

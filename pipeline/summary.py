@@ -103,7 +103,8 @@ def _check_registered(receipt: dict[str, Any]) -> None:
     """Raise `PipelineError` when the store lacks the version that the receipt names."""
     if not receipt["registered"]:
         return
-    from pipeline.adapters.mlflow_registry import MlflowStore, check_store
+    from pipeline.adapters.mlflow_registry import MlflowStore
+    from pipeline.adapters.mlflow_store import check_store
 
     uri, name, version = (receipt[key] for key in ("tracking_uri", "model_name", "version"))
     lacking = PipelineError(

@@ -9,6 +9,8 @@ from pathlib import Path
 import yaml
 from clone import checked, run
 
+from pipeline.adapters.mlflow_store import RunStore
+
 STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register", "report")
 
 
@@ -30,6 +32,23 @@ def test_it_reaches_a_registered_draft(clone):
     assert set(metrics["candidates"]["distilled"]) == {"legal", "code", "conversation", "all"}
     assert metrics["lossless"]["value"] == 1.0
     assert metrics["candidates"]["distilled"]["legal"]["speedup"]["interval"] is not None
+
+
+def test_distillation_is_tracked(clone):
+    """R06: the run lies in the store that registration uses, with its curves, its configuration and what it took."""
+    receipt = read(clone, "data/registry/receipt.json")
+    client = RunStore(receipt["tracking_uri"]).client
+    experiment = client.get_run(receipt["run_id"]).info.experiment_id
+    (run,) = [run for run in client.search_runs([experiment]) if run.data.tags.get("stage") == "distill"]
+    history = (clone / "data/distill/history.csv").read_text().splitlines()
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "distill")
+    assert {"git_commit", "fingerprint"} <= set(run.data.tags)
+    assert len(client.get_metric_history(run.info.run_id, "tokens_seen")) == len(history) - 1
+    assert run.data.metrics["tokens_seen"] == int(history[-1].split(",")[1])
+    assert {"loss", "learning_rate", "dev_token_acceptance", "by_tokens/loss", "wall_seconds", "tokens_per_second",
+            "peak_memory_bytes"} <= set(run.data.metrics)  # fmt: skip
+    config = Path(client.download_artifacts(run.info.run_id, "config.yaml")).read_text()
+    assert config == (clone / "data/draft/config.yaml").read_text()
 
 
 def test_the_summary_says_it_all(clone):

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline import register, stage
-from pipeline.adapters.mlflow_registry import MlflowStore, resolve_tracking_uri
+from pipeline.adapters.mlflow_registry import MlflowStore
+from pipeline.adapters.mlflow_store import resolve_tracking_uri
 from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import Check, judge
@@ -56,7 +57,7 @@ def write_verdict(root: Path, acceptance: float) -> None:
 
 
 def config(model_name: str, uri: str | None = None) -> register.Config:
-    return register.Config(register.RegistryConfig(uri, "domain-draft", model_name, "candidate", 3.0))
+    return register.Config(register.RegistryConfig(uri, "domain-draft", 3.0, model_name, "candidate"))
 
 
 def receipt(root: Path) -> dict:

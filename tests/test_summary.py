@@ -8,7 +8,7 @@ import pytest
 from test_report import sample_metrics, write_artifacts
 
 from pipeline import stage, summary
-from pipeline.adapters import mlflow_registry
+from pipeline.adapters import mlflow_registry, mlflow_store
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def store(project, monkeypatch):
 
     (project / "mlflow.db").touch()
     monkeypatch.setattr(mlflow_registry, "MlflowStore", Store)
-    monkeypatch.setattr(mlflow_registry, "check_store", lambda uri, timeout_seconds: None)
+    monkeypatch.setattr(mlflow_store, "check_store", lambda uri, timeout_seconds: None)
 
 
 def fails_with(capsys):
@@ -66,7 +66,7 @@ def test_a_registered_draft(project, store, capsys):
 
 
 def test_a_failed_gate_says_why_and_asks_no_store(project, capsys, monkeypatch):
-    monkeypatch.setattr(mlflow_registry, "check_store", None)
+    monkeypatch.setattr(mlflow_store, "check_store", None)
     metrics = sample_metrics()
     metrics["reference"] = dict.fromkeys(metrics["reference"])
     write_artifacts(project, metrics, smallest_acceptance=0.7)

@@ -53,7 +53,8 @@ def find_registered(
     Raises `PipelineError` when the URI or the store is of no use, when there is no such version, or when this pipeline
     did not register it.
     """
-    from pipeline.adapters.mlflow_registry import MlflowStore, check_store, resolve_tracking_uri
+    from pipeline.adapters.mlflow_registry import MlflowStore
+    from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
 
     parsed = _MODEL_URI.fullmatch(model_uri or "")
     if not parsed:

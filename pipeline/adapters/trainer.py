@@ -13,6 +13,7 @@ import logging
 import math
 import shutil
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,8 +128,9 @@ class _FiniteGradients(TrainerCallback):
 class _Progress(TrainerCallback):
     """A bar over the run's tokens (tokens/s, time left) with the newest loss and dev acceptance."""
 
-    def __init__(self, tokens_per_optimiser_step: float) -> None:
+    def __init__(self, tokens_per_optimiser_step: float, on_log: Callable[[dict], None] | None) -> None:
         self.tokens_per_step = tokens_per_optimiser_step
+        self.on_row = on_log
 
     def on_train_begin(self, args, state, control, **kwargs):
         done, total = (int(steps * self.tokens_per_step) for steps in (state.global_step, state.max_steps))
@@ -138,6 +140,9 @@ class _Progress(TrainerCallback):
         self.bar.update(int(state.global_step * self.tokens_per_step) - self.bar.n)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
+        if self.on_row:
+            for row in _history(state.log_history[-1:], self.tokens_per_step):
+                self.on_row(row)
         names = {"loss": "loss", "eval_token_acceptance": "dev_acceptance"}
         self.bar.set_postfix(
             {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
@@ -191,13 +196,14 @@ def distill(
     vocabulary: int,
     target: PreTrainedModel | None = None,
     reference: PreTrainedModel | None = None,
+    on_log: Callable[[dict], None] | None = None,
 ) -> list[dict]:
     """Train `draft` in place; afterwards it holds the weights of the best dev token acceptance.
 
     Continues from the newest checkpoint under `checkpoints`. Ids below `vocabulary` are those that target and draft share.
     `target` is needed for config.target=online, `reference` for config.selected_share < 1. Returns the history: dicts
     with step, tokens, loss, learning_rate, dev_token_acceptance, dev_token_acceptance_full_head, dev_overlap (each present
-    where measured).
+    where measured). `on_log` gets such rows as they are measured, those of one step in parts.
     """
     for model in filter(None, (draft, target, reference)):
         check_plain_head(model)
@@ -217,7 +223,7 @@ def distill(
             train_dataset=batches,
             eval_dataset=dev_batches,
             dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step), _FiniteGradients(), _Completion()],
+            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), _Completion()],
         )
         if config.patience:
             trainer.add_callback(EarlyStoppingCallback(config.patience))

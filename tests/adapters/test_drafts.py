@@ -31,7 +31,8 @@ from pipeline.adapters.drafts import (
     save_draft,
 )
 from pipeline.adapters.layer_choice import best_row, try_layers
-from pipeline.adapters.mlflow_registry import MlflowStore, check_store
+from pipeline.adapters.mlflow_registry import MlflowStore
+from pipeline.adapters.mlflow_store import check_store
 from pipeline.adapters.targets import Target
 from pipeline.core.answers import Answer
 from pipeline.core.cost_model import Costs

@@ -122,7 +122,12 @@ def train(draft, answers, dev, settings: DistillConfig, folder, **options) -> li
 def test_training_lowers_the_loss_and_reports_history(target, answers, tmp_path):
     draft = keep_layers(target, [0, 3])
     before = mean_loss(draft, answers)
-    history = train(draft, answers, answers[:6], config(), tmp_path / "c")
+    rows = []
+    history = train(draft, answers, answers[:6], config(), tmp_path / "c", on_log=rows.append)
+    reported = {row["step"]: {} for row in rows}
+    for row in rows:
+        reported[row["step"]].update(row)
+    assert list(reported.values()) == history, "each row is reported while training, the last one included"
     assert mean_loss(draft, answers) < 0.7 * before
     measured = [row["dev_token_acceptance"] for row in history if "dev_token_acceptance" in row]
     assert len(measured) == 2

@@ -1,0 +1,105 @@
+"""MLflow store: where it is, fresh SQLite files, limits of params, unreachable stores."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+import pytest
+
+from pipeline.adapters.mlflow_store import RunStore, check_store, resolve_tracking_uri
+from pipeline.core.errors import PipelineError
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A fresh default store of a project whose path has a space, made from another working directory."""
+    root, elsewhere = tmp_path_factory.mktemp("a project"), tmp_path_factory.mktemp("elsewhere")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
+        patch.chdir(elsewhere)
+        uri = resolve_tracking_uri(None, root)
+        check_store(uri, timeout_seconds=5)
+        yield RunStore(uri)
+        assert list(elsewhere.iterdir()) == []
+    assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
+
+
+def test_uri_resolution(tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert resolve_tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///other/store.db")
+    assert resolve_tracking_uri(None, tmp_path) == f"sqlite:///{tmp_path}/other/store.db"
+    assert resolve_tracking_uri("sqlite:////elsewhere/a.db", tmp_path) == "sqlite:////elsewhere/a.db"
+    assert resolve_tracking_uri("http://server:5000", tmp_path) == "http://server:5000"
+
+
+def test_long_values_and_many_keys(store):
+    many = {f"key{index}": index for index in range(300)}
+    values = {"prepare": {"template": "é" * 10_000, "many": many, "nested": [{"a b(c)": 1}, []]}, "k" * 300: 1}
+    with store.run("experiment", "limits", {"tag": "x" * 20_000}) as run_id:
+        store.log_params(run_id, values)
+        store.log_params(run_id, values)  # a repeated call is no conflict
+    run = store.client.get_run(run_id)
+    params = run.data.params
+    assert run.info.status == "FINISHED"
+    assert params["prepare.template"].endswith("... (10000 characters, whole in the run's files)")
+    assert len(params["prepare.template"]) == 500
+    assert params["prepare.many.key299"] == "299"
+    assert params["prepare.nested.0.a b_c_"] == "1"
+    assert params["prepare.nested.1"] == "[]"
+    assert len(params) == 304
+
+
+def test_curves_leave_empty_cells_out(store, tmp_path):
+    rows = ["step,tokens,loss,dev_token_acceptance", "0,10,2.5,", "1,20,,0.25"]
+    rows += [f"{step},{step},1.0," for step in range(2, 1500)]
+    history = tmp_path / "history.csv"
+    history.write_text("\n".join(rows) + "\n")
+    with store.run("experiment", "curves", {}) as run_id:
+        store.log_curves(run_id, "distill", history)
+        store.log_metrics(run_id, {"speedup": 1.5, "odd@name": 2.0, "absent": float("nan")})
+    loss = store.client.get_metric_history(run_id, "distill/loss")
+    assert len(loss) == 1499
+    assert [point.step for point in loss[:2]] == [0, 2]
+    assert [point.value for point in store.client.get_metric_history(run_id, "distill/dev_token_acceptance")] == [0.25]
+    assert store.client.get_run(run_id).data.metrics["odd_name"] == 2.0
+
+
+def test_a_run_that_raises_is_failed(store):
+    with pytest.raises(RuntimeError), store.run("experiment", "broken", {}) as run_id:
+        raise RuntimeError
+    assert store.client.get_run(run_id).info.status == "FAILED"
+
+
+def test_an_unreachable_server_fails_in_seconds():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for uri in (f"http://127.0.0.1:{port}", f"postgresql://me:secret@127.0.0.1:{port}/mlflow"):
+        start = time.monotonic()
+        with pytest.raises(PipelineError, match="MLFLOW_TRACKING_URI") as error:
+            check_store(uri, timeout_seconds=3)
+        assert time.monotonic() - start < 15
+        assert "secret" not in str(error.value)
+
+
+def test_a_server_that_never_answers_fails_in_seconds():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        start = time.monotonic()
+        with pytest.raises(PipelineError, match="cannot be used"):
+            check_store(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_seconds=1)
+        assert time.monotonic() - start < 15
+
+
+def test_an_unusable_sqlite_file_is_refused(tmp_path):
+    (tmp_path / "text.db").write_text("this is not a database at all " * 100)
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "text.db", tmp_path / "file" / "mlflow.db", tmp_path):
+        with pytest.raises(PipelineError, match="cannot be used"):
+            check_store(f"sqlite:///{path}", timeout_seconds=1)
+
+
+def test_a_scheme_that_mlflow_does_not_know_is_refused():
+    with pytest.raises(PipelineError, match="refused"):
+        check_store("gopher://127.0.0.1", timeout_seconds=1)
