@@ -130,6 +130,7 @@ class _Progress(TrainerCallback):
 
     def __init__(self, tokens_per_optimiser_step: float, on_log: Callable[[dict], None] | None) -> None:
         self.tokens_per_step = tokens_per_optimiser_step
+        self.shown: dict[str, str] = {}
         self.on_row = on_log
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -144,9 +145,8 @@ class _Progress(TrainerCallback):
             for row in _history(state.log_history[-1:], self.tokens_per_step):
                 self.on_row(row)
         names = {"loss": "loss", "eval_token_acceptance": "dev_acceptance"}
-        self.bar.set_postfix(
-            {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
-        )
+        self.shown |= {names[name]: f"{value:.3f}" for name, value in logs.items() if name in names}
+        self.bar.set_postfix(self.shown)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
