@@ -3,13 +3,14 @@
 Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and compatibility key).
 Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv.
 Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of the best dev token acceptance. A killed run
-        continues from its newest checkpoint.
+        continues from its newest checkpoint. With distill.on_policy.steps > 0 an on-policy phase follows, kept if it
+        raises that acceptance further.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, save_draft
+from pipeline.adapters.on_policy import check_on_policy, on_policy_phase
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -38,6 +40,9 @@ class Config:
 
 def run(config: Config) -> None:
     root = input_path("")
+    on_policy = config.distill.on_policy.steps > 0
+    if on_policy:
+        check_on_policy()
     target = Target(config.target, root)
     vocabulary = check_draft(config.draft, target, root).shared_ids
     facts = read_facts(input_path("data/answers/train"))
@@ -46,13 +51,13 @@ def run(config: Config) -> None:
     train = read_answers(input_path("data/answers/train"))
     dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
     head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
-    settings = (vars(config.distill), vars(config.draft), config.seed)
+    settings = (asdict(config.distill), vars(config.draft), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
     draft = initial_draft(config.draft, target, root)
     reference = _reference_draft(config.distill.reference_draft, target, root)
     online = target.model if config.distill.target == "online" else None
-    if online is None:
+    if online is None and not on_policy:
         target.unload()
     history = distill(
         draft,
@@ -66,6 +71,10 @@ def run(config: Config) -> None:
         target=online,
         reference=reference,
     )
+    if on_policy:
+        data = (train, dev, head, vocabulary)
+        folder = checkpoints / "on_policy"
+        history += on_policy_phase(draft, target, *data, config.distill, config.seed, history[-1], folder)
     with atomic_path(output_path("data/draft")) as folder:
         save_draft(folder, draft, target, head, config.draft)
         write_effective_config(folder, config)

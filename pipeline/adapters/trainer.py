@@ -43,6 +43,7 @@ HISTORY = (
     "dev_token_acceptance",
     "dev_token_acceptance_full_head",
     "dev_overlap",
+    "on_policy_kept",
 )
 SHOWN_PROMPTS = 8  # in an error
 COMPLETE = "complete.json"  # sizes of a checkpoint's files, put into it last
@@ -110,7 +111,7 @@ class DraftTrainer(Trainer):
         return metrics
 
 
-class _FiniteGradients(TrainerCallback):
+class FiniteGradients(TrainerCallback):
     """Stops before an optimiser step that would write something else than numbers into the weights."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
@@ -147,7 +148,7 @@ class _Progress(TrainerCallback):
         self.bar.close()
 
 
-class _Completion(TrainerCallback):
+class Completion(TrainerCallback):
     """Marks a checkpoint as whole, once all processes have written their part."""
 
     def on_save(self, args, state, control, **kwargs):
@@ -217,7 +218,7 @@ def distill(
             train_dataset=batches,
             eval_dataset=dev_batches,
             dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step), _FiniteGradients(), _Completion()],
+            callbacks=[_Progress(plan.tokens_per_step), FiniteGradients(), Completion()],
         )
         if config.patience:
             trainer.add_callback(EarlyStoppingCallback(config.patience))
