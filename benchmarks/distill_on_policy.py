@@ -109,6 +109,7 @@ def trl_leg(
         trainer.train()
     for model in (draft, target):
         trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        vars(model).pop("forward", None)  # TRL leaves one
     draft.eval()
     tokens = trainer.state.num_input_tokens_seen
     return {

@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import PrinterCallback
 
 from pipeline.adapters.targets import Target
-from pipeline.adapters.trainer import Completion, FiniteGradients, newest_whole_checkpoint
+from pipeline.adapters.trainer import Completion, newest_whole_checkpoint
 from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches
 from pipeline.core.errors import PipelineError
@@ -139,8 +139,11 @@ def train_on_policy(
         )
     prompts = _usable(prompts, vocabulary, config.max_new_tokens, (draft, target))
     unknown = list(range(len(vocabulary), draft.get_output_embeddings().weight.shape[0]))
-    with quiet_transformers(), _special_tokens(draft, tokenizer, ends) as own_tokenizer, warnings.catch_warnings():
+    own_tokenizer = copy.deepcopy(tokenizer)
+    own_tokenizer.eos_token = own_tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
+    with quiet_transformers(), _restored(draft, target), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL uses deprecated names of transformers
+        draft.generation_config = GenerationConfig(eos_token_id=ends)
         trainer = _trainer_class()(
             model=draft,
             target=target,
@@ -148,11 +151,11 @@ def train_on_policy(
             args=_arguments(config, unknown, seed, folder),
             train_dataset=[{"prompt": ids} for ids in _in_order(prompts, config, seed)],
             processing_class=own_tokenizer,
-            callbacks=[_Progress(), FiniteGradients(), Completion()],
+            callbacks=[_Progress(), Completion()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(folder))
-    trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
+        trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
     draft.eval()
     return [
         {
@@ -293,25 +296,22 @@ def _usable(
 
 
 @contextlib.contextmanager
-def _special_tokens(
-    draft: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, ends: list[int]
-) -> Iterator[PreTrainedTokenizerBase]:
-    """Make the draft's answers end with `ends` while the block runs; yields a tokenizer that says so.
-
-    TRL writes special tokens into the tokenizer and into the draft's configs, and what is saved must not carry them (T07).
-    """
-    own = copy.deepcopy(tokenizer)
-    own.eos_token = own.pad_token = own.convert_ids_to_tokens(ends[0])
+def _restored(draft: PreTrainedModel, target: PreTrainedModel) -> Iterator[None]:
+    """Undo at the end what TRL leaves in models: special tokens in the draft's configs (T07), a `forward` in both."""
     text = draft.config.get_text_config()
-    before = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = {name: getattr(text, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     generation_config = draft.generation_config
-    draft.generation_config = GenerationConfig(eos_token_id=ends)
+    forwards = [(model, vars(model).get("forward")) for model in (draft, target)]
     try:
-        yield own
+        yield
     finally:
         draft.generation_config = generation_config
-        for name, value in before.items():
+        for name, value in tokens.items():
             setattr(text, name, value)
+        for model, forward in forwards:
+            vars(model).pop("forward", None)
+            if forward is not None:
+                model.forward = forward
 
 
 @contextlib.contextmanager

@@ -111,7 +111,7 @@ class DraftTrainer(Trainer):
         return metrics
 
 
-class FiniteGradients(TrainerCallback):
+class _FiniteGradients(TrainerCallback):
     """Stops before an optimiser step that would write something else than numbers into the weights."""
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
@@ -218,7 +218,7 @@ def distill(
             train_dataset=batches,
             eval_dataset=dev_batches,
             dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step), FiniteGradients(), Completion()],
+            callbacks=[_Progress(plan.tokens_per_step), _FiniteGradients(), Completion()],
         )
         if config.patience:
             trainer.add_callback(EarlyStoppingCallback(config.patience))

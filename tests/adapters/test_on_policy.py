@@ -71,8 +71,9 @@ def llama(seed: int = 0, vocabulary: int = 100):
 def gpt2(seed: int = 0):
     """Learned positions: a row that is shifted by its padding is another row."""
     torch.manual_seed(seed)
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3, "tie_word_embeddings": False}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=32, eos_token_id=EOS, **shape)).eval()
+    shape = {"vocab_size": 100, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 2, "initializer_range": 0.3}
+    rest = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "bos_token_id": None, "eos_token_id": EOS}
+    return GPT2LMHeadModel(GPT2Config(tie_word_embeddings=False, **shape, **rest)).eval()
 
 
 def train(draft, target, folder, vocabulary=range(100), prompts=PROMPTS, tokenizer=None, **changes) -> list[dict]:
