@@ -34,14 +34,15 @@ def float32(monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What TRL's loss was given in each step, what it returned, and its gradient with respect to the draft's head."""
+    """What TRL's loss was given in each step, how many tokens it counted, and its gradient in the draft's head."""
     steps = []
     original = DistillationTrainer._compute_loss
 
     def spy(self, student, inputs, count):
         result = original(self, student, inputs, count)
         gradient = torch.autograd.grad(result[0], student.lm_head.weight, retain_graph=True)[0]
-        steps.append(SimpleNamespace(**inputs, loss=result[0].item(), trained=int(result[2]), gradient=gradient))
+        half = torch.is_autocast_enabled(result[0].device.type)
+        steps.append(SimpleNamespace(**inputs, trained=int(result[2]), gradient=gradient, half_precision=half))
         return result
 
     monkeypatch.setattr(DistillationTrainer, "_compute_loss", spy)
@@ -133,6 +134,13 @@ def test_the_loss_and_its_gradient_are_the_documented_divergence(family, beta, s
     assert (step.gradient * direction).sum().item() == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-3)
 
 
+def test_half_precision_covers_the_loss(seen, monkeypatch, tmp_path):
+    train(llama(1), llama(0), tmp_path / "a")
+    monkeypatch.setattr(on_policy, "resolve_dtype", lambda *_: torch.bfloat16)
+    train(llama(1), llama(0), tmp_path / "b")
+    assert [step.half_precision for step in seen] == [False, True]
+
+
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_equal_models_have_no_loss(beta, tmp_path):
     target = llama()
@@ -210,6 +218,8 @@ def test_a_killed_phase_ends_with_the_weights_of_an_unbroken_one(monkeypatch, tm
     assert [row["loss"] for row in rows] == pytest.approx([row["loss"] for row in history])
     for ours, theirs in zip(resumed.parameters(), unbroken.parameters(), strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6)
+    again = train(copy.deepcopy(draft), target, tmp_path / "killed", steps=5)
+    assert again == rows, "nothing is left to do"
 
 
 @pytest.mark.parametrize(("learning_rate", "kept"), [(3e-3, 1), (1.0, 0)])
