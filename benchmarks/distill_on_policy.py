@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback
 from trl import DistillationConfig, DistillationTrainer
 
-from pipeline.core.models import default_device, quiet_transformers, resolve_dtype
+from pipeline.core.models import quiet_transformers
 
 PROMPTS_PER_STEP = 8
 PROMPT_TOKENS = 64  # longer prompts keep their last tokens
@@ -72,7 +72,7 @@ def trl_leg(
 
     Unlike TRL's defaults: `beta` is explicit (0 forward, 1 reverse KL); the learning rate, 1e-6 there, is the caller's and
     falls linearly to 0 with the time left instead of the steps left; no activation checkpointing, which is 20 % slower;
-    half precision only where the processor has it; no files. `temperature` is that of sampling and of the loss.
+    on a CPU no mixed precision, which in one process reaches TRL's sampling only and is no faster there; no files. `temperature` is that of sampling and of the loss.
 
     Returns tokens_per_second (prompts and answers), answer_tokens_per_second, tokens, answer_tokens, steps, seconds (from
     the first step on) and the settings.
@@ -92,7 +92,7 @@ def trl_leg(
                 beta=beta,
                 temperature=temperature,
                 activation_checkpointing=False,
-                bf16=resolve_dtype("auto", default_device()) == torch.bfloat16,
+                bf16=torch.cuda.is_available(),
                 use_cpu=not torch.cuda.is_available(),
                 logging_steps=1,
                 save_strategy="no",
