@@ -72,7 +72,8 @@ def trl_leg(
 
     Unlike TRL's defaults: `beta` is explicit (0 forward, 1 reverse KL); the learning rate, 1e-6 there, is the caller's and
     falls linearly to 0 with the time left instead of the steps left; no activation checkpointing, which is 20 % slower;
-    on a CPU no mixed precision, which in one process reaches TRL's sampling only and is no faster there; no files. `temperature` is that of sampling and of the loss.
+    on a CPU no mixed precision, which in one process reaches TRL's sampling only and is no faster there; no files.
+    `temperature` is that of sampling and of the loss.
 
     Returns tokens_per_second (prompts and answers), answer_tokens_per_second, tokens, answer_tokens, steps, seconds (from
     the first step on) and the settings.
