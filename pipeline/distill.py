@@ -4,14 +4,15 @@ Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and comp
 Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv; an MLflow
         run.
 Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of
-        the best dev token acceptance. A killed run continues from its newest checkpoint, in the same MLflow run.
+        the best dev token acceptance. With distill.on_policy.steps > 0 an on-policy phase follows, kept if it raises that
+        acceptance further. A killed run continues from its newest checkpoint, in the same MLflow run.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import hydra
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, save_draft
 from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
+from pipeline.adapters.on_policy import check_on_policy, on_policy_phase
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -42,12 +44,15 @@ class Config:
 def run(config: Config, tracking: TrackingConfig | None = None) -> None:
     """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
+    on_policy = config.distill.on_policy.steps > 0
+    if on_policy:
+        check_on_policy()
     target = Target(config.target, root)
     vocabulary = check_draft(config.draft, target, root).shared_ids
     facts = read_facts(input_path("data/answers/train"))
     check_same_target(facts, target)
     check_same_settings(facts, config.generate)
-    settings = (vars(config.distill), vars(config.draft), config.seed)
+    settings = (asdict(config.distill), vars(config.draft), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
     checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
     first_rank = os.environ.get("RANK", "0") == "0"
@@ -58,7 +63,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         draft = initial_draft(config.draft, target, root)
         reference = _reference_draft(config.distill.reference_draft, target, root)
         online = target.model if config.distill.target == "online" else None
-        if online is None:
+        if online is None and not on_policy:
             target.unload()
         history = distill(
             draft,
@@ -73,6 +78,10 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
             reference=reference,
             on_log=tracked.log_row,
         )
+        if on_policy:
+            data = (train, dev, head, vocabulary)
+            folder = checkpoints / "on_policy"
+            history += on_policy_phase(draft, target, *data, config.distill, config.seed, history[-1], folder)
         for row in history:  # those that a killed attempt did not come to send
             tracked.log_row(row)
         with atomic_path(output_path("data/draft")) as folder:

@@ -44,6 +44,7 @@ HISTORY = (
     "dev_token_acceptance",
     "dev_token_acceptance_full_head",
     "dev_overlap",
+    "on_policy_kept",
 )
 SHOWN_PROMPTS = 8  # in an error
 COMPLETE = "complete.json"  # sizes of a checkpoint's files, put into it last
@@ -152,7 +153,7 @@ class _Progress(TrainerCallback):
         self.bar.close()
 
 
-class _Completion(TrainerCallback):
+class Completion(TrainerCallback):
     """Marks a checkpoint as whole, once all processes have written their part."""
 
     def on_save(self, args, state, control, **kwargs):
@@ -223,7 +224,7 @@ def distill(
             train_dataset=batches,
             eval_dataset=dev_batches,
             dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), _Completion()],
+            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
         )
         if config.patience:
             trainer.add_callback(EarlyStoppingCallback(config.patience))
