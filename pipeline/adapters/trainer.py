@@ -214,7 +214,7 @@ def distill(
     batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
     dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
     plan = _plan(config, batches)
-    attention = draft.config._attn_implementation
+    attention, use_cache = draft.config._attn_implementation, draft.config.use_cache
     if draft.device.type == "cpu":
         draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
     with quiet_transformers():
@@ -234,6 +234,7 @@ def distill(
     trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
     del draft.forward
     draft.set_attn_implementation(attention)
+    draft.config.use_cache = use_cache  # the Trainer switches it off
     draft.requires_grad_(True).eval()
     return _history(trainer.state.log_history, plan.tokens_per_step)
 

@@ -323,6 +323,7 @@ def test_saved_draft_reloads_to_the_same_logits_in_a_new_process(tied, answers, 
     big = tiny_llama(std=0.1, num_hidden_layers=4, tie_word_embeddings=tied)
     draft = keep_layers(big, [1, 3])
     train(draft, answers, answers[:2], config(epochs=1, evaluations=1), tmp_path / "c")
+    assert draft.config.use_cache
     draft.save_pretrained(tmp_path / "draft")
     with torch.inference_mode():
         torch.save(draft(torch.tensor([[1, 2, 3]])).logits, tmp_path / "logits.pt")
