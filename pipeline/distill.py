@@ -4,7 +4,8 @@ Reads:  data/answers/{train,dev}, the target (for its layers, tokenizer and comp
 Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.json), data/distill/history.csv; an MLflow
         run.
 Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of
-        the best dev token acceptance. A killed run continues from its newest checkpoint, in the same MLflow run.
+        the best dev token acceptance. With distill.on_policy.steps > 0 an on-policy phase follows, kept if it raises that
+        acceptance further. A killed run continues from its newest checkpoint, in the same MLflow run.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pipeline.adapters.drafts import (
 )
 from pipeline.adapters.layer_choice import best_row, try_layers
 from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
+from pipeline.adapters.on_policy import check_on_policy, on_policy_phase
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -53,6 +55,9 @@ class Config:
 def run(config: Config, tracking: TrackingConfig | None = None) -> None:
     """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
+    on_policy = config.distill.on_policy.steps > 0
+    if on_policy:
+        check_on_policy()
     target = Target(config.target, root)
     start = config.draft.pinned(root)
     vocabulary = check_draft(start, target, root).shared_ids
@@ -72,16 +77,22 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         reference = _reference_draft(config.distill.reference_draft, target, root)
         online = config.distill.target == "online"
 
-        def trained(settings: DistillConfig, draft: PreTrainedModel, folder: Path, on_log: Callable | None = None):
+        def trained(
+            settings: DistillConfig, draft: PreTrainedModel, folder: Path, on_log: Callable | None = None
+        ) -> list[dict]:
             models = {"target": target.model if online else None, "reference": reference}
             options = {"vocabulary": len(vocabulary), "on_log": on_log, **models}
             return distill(draft, train, dev, head, settings, config.seed, folder, **options)
 
         start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
         draft = initial_draft(start, target, root, config.seed)
-        if not online:
+        if not online and not on_policy:
             target.unload()
         history = trained(config.distill, draft, checkpoints, tracked.log_row)
+        if on_policy:
+            data = (train, dev, head, vocabulary)
+            folder = checkpoints / "on_policy"
+            history += on_policy_phase(draft, target, *data, config.distill, config.seed, history[-1], folder)
         for row in history:  # those that a killed attempt did not come to send
             tracked.log_row(row)
         with atomic_path(output_path("data/draft")) as folder:

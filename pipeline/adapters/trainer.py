@@ -44,6 +44,7 @@ HISTORY = (
     "dev_token_acceptance",
     "dev_token_acceptance_full_head",
     "dev_overlap",
+    "on_policy_kept",
 )
 SHOWN_PROMPTS = 8  # in an error
 COMPLETE = "complete.json"  # sizes of a checkpoint's files, put into it last
@@ -130,6 +131,7 @@ class _Progress(TrainerCallback):
 
     def __init__(self, tokens_per_optimiser_step: float, on_log: Callable[[dict], None] | None) -> None:
         self.tokens_per_step = tokens_per_optimiser_step
+        self.shown: dict[str, str] = {}
         self.on_row = on_log
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -144,15 +146,14 @@ class _Progress(TrainerCallback):
             for row in _history(state.log_history[-1:], self.tokens_per_step):
                 self.on_row(row)
         names = {"loss": "loss", "eval_token_acceptance": "dev_acceptance"}
-        self.bar.set_postfix(
-            {**getattr(self, "shown", {}), **{names[n]: f"{v:.3f}" for n, v in logs.items() if n in names}}
-        )
+        self.shown |= {names[name]: f"{value:.3f}" for name, value in logs.items() if name in names}
+        self.bar.set_postfix(self.shown)
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()
 
 
-class _Completion(TrainerCallback):
+class Completion(TrainerCallback):
     """Marks a checkpoint as whole, once all processes have written their part."""
 
     def on_save(self, args, state, control, **kwargs):
@@ -213,7 +214,7 @@ def distill(
     batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
     dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
     plan = _plan(config, batches)
-    attention = draft.config._attn_implementation
+    attention, use_cache = draft.config._attn_implementation, draft.config.use_cache
     if draft.device.type == "cpu":
         draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
     with quiet_transformers():
@@ -223,7 +224,7 @@ def distill(
             train_dataset=batches,
             eval_dataset=dev_batches,
             dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), _Completion()],
+            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
         )
         if config.patience:
             trainer.add_callback(EarlyStoppingCallback(config.patience))
@@ -233,6 +234,7 @@ def distill(
     trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
     del draft.forward
     draft.set_attn_implementation(attention)
+    draft.config.use_cache = use_cache  # the Trainer switches it off
     draft.requires_grad_(True).eval()
     return _history(trainer.state.log_history, plan.tokens_per_step)
 

@@ -21,6 +21,40 @@ OPTIONAL_COUNTS = ("sampled_rows", "patience")
 CHOICES = (("loss", NAMES), ("target", ("stored", "online")), ("optimizer", ("adamw", "adamw_8bit")))
 
 
+ON_POLICY_RANGES = (
+    ("steps", 0, 1e9),
+    ("learning_rate", 1e-9, 1.0),
+    ("sampling_temperature", 1e-2, 1e2),
+    ("kl_temperature", 1e-2, 1e2),
+    ("prompts_per_step", 1, 1e6),
+    ("max_new_tokens", 1, 1e6),
+)
+
+
+@dataclass
+class OnPolicyConfig:
+    """A phase after offline training in which the draft answers the train prompts itself and the target scores them."""
+
+    steps: int  # optimiser steps; 0: no such phase
+    learning_rate: float  # at the first step; decays linearly to 0
+    beta: float  # 0: KL(target || draft), 1: KL(draft || target), between: generalised Jensen-Shannon divergence
+    sampling_temperature: float  # of the draft's answers
+    kl_temperature: float  # of both distributions in the loss
+    prompts_per_step: int
+    max_new_tokens: int  # of an answer
+
+    def __post_init__(self) -> None:
+        for name, low, high in ON_POLICY_RANGES:
+            if not low <= getattr(self, name) <= high:
+                raise ValueError(
+                    f"distill.on_policy.{name} must lie between {low:g} and {high:g}, got {getattr(self, name)}"
+                )
+        try:
+            check_beta(self.beta)
+        except ValueError as error:
+            raise ValueError(f"distill.on_policy.{error}") from None
+
+
 @dataclass
 class DistillConfig:
     """How the draft is trained."""
@@ -47,6 +81,7 @@ class DistillConfig:
     head_tokens: int  # size of the draft's trimmed head
     train_on_prompts: bool  # the prompts' tokens count like the answers'
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
+    on_policy: OnPolicyConfig
 
     def __post_init__(self) -> None:
         for name, low, high in RANGES:

@@ -20,7 +20,7 @@ from pipeline.core.errors import PipelineError
 from pipeline.core.losses import NAMES, forward_kl
 from pipeline.core.objective import Objective
 from pipeline.core.pruning import check_layers, keep_layers
-from pipeline.core.training import DistillConfig
+from pipeline.core.training import DistillConfig, OnPolicyConfig
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
 
@@ -103,6 +103,7 @@ def config(**changes) -> DistillConfig:
         "max_grad_norm": 1.0, "tokens_per_step": 64, "tokens_per_forward": 64, "evaluations": 2, "head_tokens": 52, "train_on_prompts": False, "freeze_embeddings": False,
         "loss": "forward_kl", "jensen_shannon_beta": 0.5, "kl_temperature": 1.0, "target": "stored", "sampled_rows": None,
         "selected_share": 1.0, "reference_draft": None, "optimizer": "adamw", "chunk_tokens": 2048, "patience": None,
+        "on_policy": OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
     }  # fmt: skip
     return DistillConfig(**{**settings, **changes})
 
@@ -322,6 +323,7 @@ def test_saved_draft_reloads_to_the_same_logits_in_a_new_process(tied, answers, 
     big = tiny_llama(std=0.1, num_hidden_layers=4, tie_word_embeddings=tied)
     draft = keep_layers(big, [1, 3])
     train(draft, answers, answers[:2], config(epochs=1, evaluations=1), tmp_path / "c")
+    assert draft.config.use_cache
     draft.save_pretrained(tmp_path / "draft")
     with torch.inference_mode():
         torch.save(draft(torch.tensor([[1, 2, 3]])).logits, tmp_path / "logits.pt")

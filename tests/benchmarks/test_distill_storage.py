@@ -13,7 +13,7 @@ from pipeline.core.decoding import DecodeConfig
 from pipeline.core.generation import EncodedPrompt, generate_answers
 from pipeline.core.models import ModelConfig
 from pipeline.core.pruning import keep_layers
-from pipeline.core.training import DistillConfig
+from pipeline.core.training import DistillConfig, OnPolicyConfig
 
 storage = load("distill_storage")
 
@@ -22,7 +22,7 @@ DISTILL = DistillConfig(
     reference_draft=None, optimizer="adamw", chunk_tokens=2048, patience=None,
     epochs=2, learning_rate=1e-3, warmup_share=0.0, weight_decay=0.0, adam_beta2=0.98, max_grad_norm=1.0,
     tokens_per_step=256, tokens_per_forward=256, evaluations=1, head_tokens=128, train_on_prompts=True,
-    freeze_embeddings=True,
+    freeze_embeddings=True, on_policy=OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
 )  # fmt: skip
 
 

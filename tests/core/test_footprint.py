@@ -19,7 +19,7 @@ from pipeline.core.cache import CachedModel
 from pipeline.core.comparison import EvaluateConfig
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import packs
-from pipeline.core.training import DistillConfig
+from pipeline.core.training import DistillConfig, OnPolicyConfig
 
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -111,6 +111,9 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
     distill = DistillConfig(
         epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1,
         tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96, train_on_prompts=False, freeze_embeddings=False,
+        loss="forward_kl", jensen_shannon_beta=0.5, kl_temperature=1.0, target="stored", sampled_rows=None,
+        selected_share=1.0, reference_draft=None, optimizer="adamw", chunk_tokens=8, patience=None,
+        on_policy=OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
     )  # fmt: skip
     work = footprint.Workload(10, 4, prompt_tokens=20, answer_tokens=30, rows=8, decoded_tokens=1000)
     seconds = full.seconds(work, distill)
