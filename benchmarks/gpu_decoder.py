@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import json
 import math
 import statistics
 import sys
@@ -24,39 +23,47 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_twins import (
+    LLAMA_3_8B,
+    TINY_TWIN,
+    TwinSize,
+    argmax_agreement,
+    build_tiny,
+    check_device,
+    describe,
+    goal,
+    grow_draft,
+    grow_target,
+    load_bundle,
+    parser,
+    print_goals,
+    print_table,
+    results_path,
+)
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from pipeline.core.artifacts import read_json, write_json
+from pipeline.core.artifacts import write_json
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.cost_model import Costs, measured_cost_speedup
-from pipeline.core.cost_twin import grow, shape_near, widened_shape
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter
 from pipeline.core.errors import PipelineError
-from pipeline.core.footprint import active_parameters, kv_cache_bytes, weight_bytes
-from pipeline.core.models import ModelConfig, load_model
-from pipeline.core.pruning import keep_layers
+from pipeline.core.footprint import active_parameters, kv_cache_bytes
 from pipeline.core.scripted_drafter import ScriptedDrafter
-from pipeline.core.tiny import build_tiny_target
 
-HERE = Path(__file__).resolve().parent
 SWEEP_SECONDS, CURVE_SECONDS, BATCH_SECONDS = 75, 130, 165  # since the start, after which a part begins nothing new
-HEAD_FILE, PROMPTS_FILE = "head_token_ids.json", "prompts.json"
 PLAIN, DISTILLED, GROWN = "plain", "distilled", "grown"
-DRAFT_SHARE = 0.016  # of the target's weights that a pass reads: a 1.1B draft of a 70B target
 JUDGED_K, JUDGED_RATE, JUDGED_TOKEN_ACCEPTANCE = 4, 0.65, 0.85
 PROFILED_ROUNDS = 8
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How much is measured, and how large the target grows."""
+    """How much is measured, and what the target grows to."""
 
-    hidden_size: int
-    intermediate_size: int
-    parameters: int
+    twin: TwinSize
     new_tokens: int  # per prompt, EOS ignored
     prompts: int  # decoded one by one in the sweep over draft lengths
     curve_prompts: int  # of those, for the curve over acceptance
@@ -69,14 +76,12 @@ class Workload:
 
 
 LARGE = Workload(
-    hidden_size=4096, intermediate_size=14336, parameters=8_030_261_248,  # Llama 3 8B
-    new_tokens=128, prompts=3, curve_prompts=2, repeats=2, draft_lengths=(1, 2, 3, 4, 5, 6, 7, 8),
+    twin=LLAMA_3_8B, new_tokens=128, prompts=3, curve_prompts=2, repeats=2, draft_lengths=(1, 2, 3, 4, 5, 6, 7, 8),
     curve_draft_lengths=(4, 8, 6, 2), acceptances=(0.2, 0.4, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95),
     batch_sizes=(1, 2, 4, 8, 16, 32), copied_bytes=4 << 30,
 )  # fmt: skip
 TINY = Workload(
-    hidden_size=128, intermediate_size=256, parameters=900_000,
-    new_tokens=10, prompts=2, curve_prompts=1, repeats=1, draft_lengths=(1, 4),
+    twin=TINY_TWIN, new_tokens=10, prompts=2, curve_prompts=1, repeats=1, draft_lengths=(1, 4),
     curve_draft_lengths=(4,), acceptances=(0.4, 0.85, 0.95), batch_sizes=(1, 2), copied_bytes=1 << 22,
 )  # fmt: skip
 
@@ -226,18 +231,6 @@ def round_bytes(models: Models, draft: str | None, k: int, rows: int, context: i
     if draft is not None:
         total += k * read_bytes(models.drafts[draft], rows, context, len(models.head_token_ids))
     return total
-
-
-@torch.inference_mode()
-def argmax_agreement(models: Models) -> float:
-    """Share of prompt positions at which the twin's most probable token is the small target's."""
-    equal = total = 0
-    for prompt in models.prompts:
-        ids = torch.tensor([prompt], device=models.target.device)
-        best = [model(ids, use_cache=False).logits.argmax(dim=-1) for model in (models.small, models.target)]
-        equal += (best[0] == best[1]).sum().item()
-        total += len(prompt)
-    return equal / total
 
 
 def sweep_draft_lengths(models: Models, work: Workload, deadline: float) -> dict[str, Any]:
@@ -406,30 +399,15 @@ def speedup_at_rate(curve: list[dict[str, Any]], k: int, rate: float) -> float |
 
 
 def judge(bandwidth: float, sweep: dict[str, Any], curve: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The goals, each with what was measured; `met` is None where nothing was."""
+    """The goals, each with what was measured."""
     at_acceptance = [row["speedup"] for row in curve if row["token_acceptance"] == JUDGED_TOKEN_ACCEPTANCE]
-    goals = [
-        ("plain decoding / copy bandwidth, batch 1", sweep[PLAIN]["bytes_per_second"] / bandwidth, 0.65, 0.8),
-        ("measured / predicted speedup, best k", sweep["drafts"][GROWN]["best"]["measured_over_predicted"], 0.95, None),
-        ("speedup, 65 % of four drafted accepted", speedup_at_rate(curve, JUDGED_K, JUDGED_RATE), 2.5, 3.0),
-        ("speedup, token acceptance 0.85, best k", max(at_acceptance, default=None), 3.5, None),
-    ]
+    grown = sweep["drafts"][GROWN]["best"]
     return [
-        {"goal": goal, "value": value, "at_least": least, "aim": aim, "met": None if value is None else value >= least}
-        for goal, value, least, aim in goals
+        goal("plain decoding / copy bandwidth, batch 1", sweep[PLAIN]["bytes_per_second"] / bandwidth, 0.65, 0.8),
+        goal("measured / predicted speedup, best k", grown["measured_over_predicted"], 0.95, None),
+        goal("speedup, 65 % of four drafted accepted", speedup_at_rate(curve, JUDGED_K, JUDGED_RATE), 2.5, 3.0),
+        goal("speedup, token acceptance 0.85, best k", max(at_acceptance, default=None), 3.5, None),
     ]
-
-
-def print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """`columns`: key -> format; None prints as a dash."""
-    print(f"\n{title}")
-    cells = [list(columns)]
-    for row in rows:
-        cells.append(["-" if row[key] is None else format(row[key], form) for key, form in columns.items()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    sys.stdout.flush()
 
 
 def print_sweep(sweep: dict[str, Any], bandwidth: float) -> None:
@@ -478,75 +456,20 @@ def print_host_time(found: dict[str, Any]) -> None:
     print_table("Host time per round", columns, rows)
 
 
-def print_goals(goals: list[dict[str, Any]]) -> None:
-    print()
-    for goal in goals:
-        value = "not measured" if goal["value"] is None else f"{goal['value']:.2f}"
-        word = {True: "met", False: "NOT MET", None: "-"}[goal["met"]]
-        aim = "" if goal["aim"] is None else f" (aim {goal['aim']})"
-        print(f"{goal['goal']:42} {value:>12}, needs >= {goal['at_least']}{aim}: {word}")
-
-
-def load_bundle(folder: Path) -> tuple[PreTrainedModel, PreTrainedModel, list[int], list[list[int]]]:
-    """Small target and draft in bfloat16, the draft's head and the prompts."""
-    missing = [name for name in ("target", "draft", HEAD_FILE, PROMPTS_FILE) if not (folder / name).exists()]
-    if missing:
-        raise PipelineError(
-            f"{folder} holds no {', '.join(missing)}.",
-            "run `python benchmarks/gpu_bundle.py` where the pipeline has run, and copy its folder here.",
-        )
-    target, draft = (load_model(str(folder / name), ModelConfig(dtype="bfloat16")) for name in ("target", "draft"))
-    head_token_ids = json.loads((folder / HEAD_FILE).read_text(encoding="utf-8"))
-    prompts = read_json(folder / PROMPTS_FILE, "domain-draft/gpu-bundle", 1)["prompt_ids"]
-    return target, draft, head_token_ids, prompts
-
-
-def build_tiny() -> tuple[PreTrainedModel, PreTrainedModel, list[int], list[list[int]]]:
-    """A tiny target, two of its layers as a draft, and random prompts."""
-    target = build_tiny_target()
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(3, 259, (4, 20), generator=generator).tolist()
-    return target, keep_layers(target, [0, 3]), list(range(200)), prompts
-
-
 def prepare(arguments: argparse.Namespace, work: Workload, device: torch.device) -> Models:
     """Load or build the small pair and grow it."""
-    source = build_tiny() if arguments.tiny else load_bundle(arguments.bundle)
-    small, draft, head_token_ids, prompts = source
+    small, draft, head_token_ids, prompts = build_tiny() if arguments.tiny else load_bundle(arguments.bundle)
     small, draft = small.to(device), draft.to(device)
-    shape = shape_near(small.config, work.hidden_size, work.intermediate_size, work.parameters)
-    target = grow(small, shape, small.dtype, device)
-    weights = round(DRAFT_SHARE * active_parameters(target))
-    grown = grow(draft, widened_shape(draft.config, weights, len(head_token_ids)), draft.dtype, device)
-    return Models(small, target, {GROWN: grown, DISTILLED: draft}, head_token_ids, prompts)
-
-
-def describe(models: Models) -> dict[str, Any]:
-    """Shapes and bytes of what decodes."""
-
-    def shapes(model: PreTrainedModel) -> dict[str, Any]:
-        config = model.config
-        names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-        return {**{name: getattr(config, name) for name in names}, "bytes": weight_bytes(model, model.dtype)}
-
-    whole = active_parameters(models.target)
-    found = {"target": {**shapes(models.target), "dtype": str(models.target.dtype).removeprefix("torch.")}}
-    for name, draft in models.drafts.items():
-        share = active_parameters(draft, len(models.head_token_ids)) / whole
-        found[name] = {**shapes(draft), "share_of_target_weights_read": share}
-    for name, facts in found.items():
-        values = ", ".join(
-            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}" for key, value in facts.items()
-        )
-        print(f"{name}: {values}")
-    return {**found, "head_tokens": len(models.head_token_ids), "prompts": len(models.prompts)}
+    target = grow_target(small, work.twin)
+    drafts = {GROWN: grow_draft(draft, target, len(head_token_ids)), DISTILLED: draft}
+    return Models(small, target, drafts, head_token_ids, prompts)
 
 
 def measure(models: Models, work: Workload) -> dict[str, Any]:
     """Everything, most important first; each part is printed as soon as it is known."""
     started = time.perf_counter()
     device = models.target.device
-    agreement = argmax_agreement(models)
+    agreement = argmax_agreement(models.small, models.target, models.prompts)
     bandwidth = copy_bandwidth(work.copied_bytes, device)
     print(f"twin's argmax equals the small target's at {agreement:.1%} of prompt positions")
     print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s, read and written")
@@ -579,26 +502,11 @@ def measure(models: Models, work: Workload) -> dict[str, Any]:
     }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--bundle", type=Path, default=HERE / "bundle", help="folder that gpu_bundle.py wrote")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model built in code, in float32")
-    parser.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
-    return parser.parse_args(argv)
-
-
-def check_device(arguments: argparse.Namespace) -> torch.device:
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise PipelineError("There is no CUDA GPU here.", "run it on one, or try `--device cpu --tiny`.")
-    if arguments.device == "cpu" and not arguments.tiny:
-        raise PipelineError("A model of 16 GB is not measured on a CPU.", "add --tiny.")
-    return torch.device(arguments.device)
-
-
 def main(argv: list[str] | None = None) -> int:
     started = time.perf_counter()
-    arguments = parse(argv)
+    options = parser(__doc__)
+    options.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
+    arguments = options.parse_args(argv)
     try:
         device = check_device(arguments)
         work = TINY if arguments.tiny else LARGE
@@ -606,11 +514,17 @@ def main(argv: list[str] | None = None) -> int:
     except PipelineError as error:
         print(error, file=sys.stderr)
         return 1
-    found = {"machine": machine(), "models": describe(models), "new_tokens": work.new_tokens, **measure(models, work)}
+    shapes = describe(models.target, models.drafts, len(models.head_token_ids))
+    found = {
+        "machine": machine(),
+        "models": {**shapes, "prompts": len(models.prompts)},
+        "new_tokens": work.new_tokens,
+        **measure(models, work),
+    }
     if device.type == "cuda":
         found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     found["elapsed_seconds"] = time.perf_counter() - started
-    path = arguments.output or HERE / "results" / ("gpu_decoder_tiny.json" if arguments.tiny else "gpu_decoder.json")
+    path = results_path(arguments, "gpu_decoder")
     write_json(path, "domain-draft/gpu-decoder", 1, found)
     print(f"\n{found['elapsed_seconds']:.0f} s in all; written to {path}")
     return 0

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from dependencies import ROOT
-from script import load
+from script import load, run_bare
 
 gpu_decoder = load("gpu_decoder")
 
@@ -19,17 +15,7 @@ gpu_decoder = load("gpu_decoder")
 def result(tmp_path_factory):
     """The document and the printed text of a tiny run in a fresh process in which the heavy packages cannot be imported."""
     output = tmp_path_factory.mktemp("gpu") / "result.json"
-    code = (
-        "import runpy, sys\n"
-        "for name in ('hydra', 'omegaconf', 'gguf', 'mlflow', 'dvc', 'trl', 'datasets', 'pyarrow'):\n"
-        "    sys.modules[name] = None\n"
-        f"sys.argv = ['gpu_decoder.py', '--device', 'cpu', '--tiny', '--output', {str(output)!r}]\n"
-        "runpy.run_path('benchmarks/gpu_decoder.py', run_name='__main__')\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
+    done = run_bare("gpu_decoder.py", "--device", "cpu", "--tiny", "--output", str(output))
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(output.read_text(encoding="utf-8")), done.stdout
 
