@@ -15,22 +15,22 @@ from pathlib import Path
 
 from gpu_twins import HERE, parser
 
-DECODER_MINUTES = 4.0  # gpu_decoder.py keeps to its own limits
+DECODER_MINUTES = 4.0  # kept for gpu_decoder.py, which has its own limits
 START_MINUTES = 0.4  # of a process: imports and what follows the last look at the clock
 
 
-def commands(arguments: argparse.Namespace) -> dict[str, tuple[list[str], float]]:
-    """Script -> (command, minutes after which it is ended)."""
+def commands(arguments: argparse.Namespace) -> dict[str, list[str]]:
+    """What is run in turn, by script."""
     common = ["--device", arguments.device, "--bundle", str(arguments.bundle), *(["--tiny"] * arguments.tiny)]
 
     def command(name: str, *more: str) -> list[str]:
         output = ["--output", str(arguments.output_folder / f"{name}.json")] if arguments.output_folder else []
         return [sys.executable, str(HERE / f"{name}.py"), *common, *more, *output]
 
-    headline = arguments.minutes - DECODER_MINUTES
+    headline = arguments.minutes - DECODER_MINUTES - START_MINUTES
     return {
-        "gpu_headline": (command("gpu_headline", "--minutes", f"{headline - START_MINUTES:.2f}"), headline),
-        "gpu_decoder": (command("gpu_decoder"), DECODER_MINUTES),
+        "gpu_headline": command("gpu_headline", "--minutes", f"{headline:.2f}"),
+        "gpu_decoder": command("gpu_decoder"),
     }
 
 
@@ -40,18 +40,20 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--output-folder", type=Path, help="for the JSON files; default: benchmarks/results")
     arguments = options.parse_args(argv)
     if arguments.minutes <= DECODER_MINUTES + START_MINUTES:
-        options.error(f"--minutes must exceed {DECODER_MINUTES + START_MINUTES}, what gpu_decoder.py takes")
+        options.error(f"--minutes must exceed {DECODER_MINUTES + START_MINUTES}")
+    started = time.perf_counter()
     failed = []
-    for name, (command, minutes) in commands(arguments).items():
-        started = time.perf_counter()
-        print(f"\n##### {name}.py, at most {minutes:.1f} minutes", flush=True)
+    for name, command in commands(arguments).items():
+        reserved = DECODER_MINUTES if name == "gpu_headline" else 0.0
+        seconds = (arguments.minutes - reserved) * 60 - (time.perf_counter() - started)
+        print(f"\n##### {name}.py, at most {seconds / 60:.1f} minutes", flush=True)
         try:
-            ended = subprocess.run(command, timeout=minutes * 60, check=False).returncode
+            ended = subprocess.run(command, timeout=seconds, check=False).returncode
         except subprocess.TimeoutExpired:
-            print(f"{name}.py was ended after {minutes:.1f} minutes; its JSON holds the parts that were done")
+            print(f"{name}.py was ended: the time is spent; its JSON holds the parts that were done", flush=True)
             ended = 1
-        print(f"##### {name}.py: exit {ended} after {(time.perf_counter() - started) / 60:.1f} minutes", flush=True)
         failed += [name] * bool(ended)
+    print(f"\n##### {(time.perf_counter() - started) / 60:.1f} minutes in all; failed: {', '.join(failed) or 'none'}")
     return 1 if failed else 0
 
 

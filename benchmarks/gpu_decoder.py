@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_report import Report, goal, print_goals, print_table, results_path
 from gpu_twins import (
     LLAMA_3_8B,
     TINY_TWIN,
@@ -31,19 +32,14 @@ from gpu_twins import (
     build_tiny,
     check_device,
     describe,
-    goal,
     grow_draft,
     grow_target,
     load_bundle,
     parser,
-    print_goals,
-    print_table,
-    results_path,
 )
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
-from pipeline.core.artifacts import write_json
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.cost_model import Costs, measured_cost_speedup
@@ -428,6 +424,13 @@ def print_sweep(sweep: dict[str, Any], bandwidth: float) -> None:
         print_table(title, columns, rows)
 
 
+def print_curve(curve: list[dict[str, Any]]) -> None:
+    columns = {
+        "k": "d", "token_acceptance": ".2f", "acceptance_rate": ".2f", "tokens_per_round": ".2f", "speedup": ".2f",
+    }  # fmt: skip
+    print_table("Scripted acceptance at the grown draft's cost", columns, curve)
+
+
 def print_batches(rows: list[dict[str, Any]], k: int, bandwidth: float) -> None:
     table = [
         {
@@ -465,48 +468,38 @@ def prepare(arguments: argparse.Namespace, work: Workload, device: torch.device)
     return Models(small, target, drafts, head_token_ids, prompts)
 
 
-def measure(models: Models, work: Workload) -> dict[str, Any]:
-    """Everything, most important first; each part is printed as soon as it is known."""
+def measure(models: Models, work: Workload, report: Report) -> None:
+    """Everything, most important first; each part is printed and written as soon as it is known."""
     started = time.perf_counter()
-    device = models.target.device
-    agreement = argmax_agreement(models.small, models.target, models.prompts)
-    bandwidth = copy_bandwidth(work.copied_bytes, device)
-    print(f"twin's argmax equals the small target's at {agreement:.1%} of prompt positions")
-    print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s, read and written")
-    sweep = sweep_draft_lengths(models, work, started + SWEEP_SECONDS)
-    print_sweep(sweep, bandwidth)
+    with report.part("device"):
+        agreement = argmax_agreement(models.small, models.target, models.prompts)
+        bandwidth = copy_bandwidth(work.copied_bytes, models.target.device)
+        print(f"twin's argmax equals the small target's at {agreement:.1%} of prompt positions")
+        print(f"copy bandwidth: {bandwidth / 1e9:.0f} GB/s, read and written")
+        report.found |= {"argmax_agreement": agreement, "copy_bytes_per_second": bandwidth}
+    with report.part("draft lengths"):
+        sweep = report.found["draft_lengths"] = sweep_draft_lengths(models, work, started + SWEEP_SECONDS)
+        print_sweep(sweep, bandwidth)
     k = sweep["drafts"][GROWN]["best"]["k"]
-    curve = acceptance_curve(models, work, started + CURVE_SECONDS)
-    columns = {
-        "k": "d",
-        "token_acceptance": ".2f",
-        "acceptance_rate": ".2f",
-        "tokens_per_round": ".2f",
-        "speedup": ".2f",
-    }
-    print_table("Scripted acceptance at the grown draft's cost", columns, curve)
-    host = host_time(models, work, k)
-    print_host_time(host)
-    batches = sweep_batch_sizes(models, work, k, started + BATCH_SECONDS)
-    print_batches(batches, k, bandwidth)
-    goals = judge(bandwidth, sweep, curve)
-    print_goals(goals)
-    return {
-        "argmax_agreement": agreement,
-        "copy_bytes_per_second": bandwidth,
-        "draft_lengths": sweep,
-        "acceptance_curve": curve,
-        "host_time": host,
-        "batch_sizes": {"k": k, "rows": batches},
-        "goals": goals,
-    }
+    with report.part("acceptance curve"):
+        curve = report.found["acceptance_curve"] = acceptance_curve(models, work, started + CURVE_SECONDS)
+        print_curve(curve)
+        report.found["goals"] = judge(bandwidth, sweep, curve)
+    with report.part("host time"):
+        report.found["host_time"] = host_time(models, work, k)
+        print_host_time(report.found["host_time"])
+    with report.part("batch sizes"):
+        rows = sweep_batch_sizes(models, work, k, started + BATCH_SECONDS)
+        report.found["batch_sizes"] = {"k": k, "rows": rows}
+        print_batches(rows, k, bandwidth)
+    print_goals(report.found["goals"])
 
 
 def main(argv: list[str] | None = None) -> int:
-    started = time.perf_counter()
     options = parser(__doc__)
     options.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
     arguments = options.parse_args(argv)
+    report = Report(results_path(arguments, "gpu_decoder"), "domain-draft/gpu-decoder")
     try:
         device = check_device(arguments)
         work = TINY if arguments.tiny else LARGE
@@ -515,18 +508,16 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     shapes = describe(models.target, models.drafts, len(models.head_token_ids))
-    found = {
+    report.found = {
         "machine": machine(),
         "models": {**shapes, "prompts": len(models.prompts)},
         "new_tokens": work.new_tokens,
-        **measure(models, work),
     }
+    measure(models, work, report)
     if device.type == "cuda":
-        found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
-    found["elapsed_seconds"] = time.perf_counter() - started
-    path = results_path(arguments, "gpu_decoder")
-    write_json(path, "domain-draft/gpu-decoder", 1, found)
-    print(f"\n{found['elapsed_seconds']:.0f} s in all; written to {path}")
+        report.found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
+    report.write()
+    print(f"\n{report.elapsed:.0f} s in all; written to {report.path}")
     return 0
 
 

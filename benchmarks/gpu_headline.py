@@ -11,7 +11,6 @@ that is cut short leaves what it measured. What the figures mean: benchmarks/REA
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import dataclasses
 import gc
@@ -22,13 +21,13 @@ import tempfile
 import time
 import typing
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
+from gpu_report import Report, goal, print_goals, print_table, results_path
 from gpu_twins import (
     HERE,
     LLAMA_3_8B,
@@ -40,22 +39,17 @@ from gpu_twins import (
     build_tiny_splits,
     check_device,
     describe,
-    goal,
     grow_draft,
     grow_target,
     load_splits,
     load_target,
     parser,
-    print_goals,
-    print_table,
-    results_path,
 )
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline.adapters.trainer import distill
 from pipeline.core.answers import Answer, is_looping
-from pipeline.core.artifacts import write_json
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.cost_model import Costs, best_draft_length, measured_cost_speedup, tokens_per_round
@@ -136,49 +130,15 @@ def recipe(**changes: Any) -> DistillConfig:
     return DistillConfig(**{**values, **nested})
 
 
-class Clock:
-    """A time budget, in shares of which its parts end."""
+@dataclass
+class TimedReport(Report):
+    """A report with a time budget, in shares of which the parts end."""
 
-    def __init__(self, budget_seconds: float) -> None:
-        self.started = time.perf_counter()
-        self.budget_seconds = budget_seconds
+    budget_seconds: float = 0.0
 
-    @property
-    def elapsed(self) -> float:
-        return time.perf_counter() - self.started
-
-    def left(self, share: float = 1.0) -> float:
+    def left(self, share: float) -> float:
         """Seconds until `share` of the budget is spent; negative afterwards."""
         return self.budget_seconds * share - self.elapsed
-
-
-@dataclass
-class Report:
-    """What has been found so far, on disk after every part."""
-
-    path: Path
-    clock: Clock
-    found: dict[str, Any] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
-
-    @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        print(f"\n== {name}", flush=True)
-        yield
-        self.seconds[name] = time.perf_counter() - started
-        print(f"   {name}: {self.seconds[name] / 60:.2f} minutes", flush=True)
-        self.write()
-
-    def leave_out(self, what: str, why: str = "the time for it is spent") -> None:
-        self.left_out.append(f"{what}: {why}")
-        print(f"left out: {self.left_out[-1]}", flush=True)
-
-    def write(self) -> None:
-        facts = {"minutes": {name: seconds / 60 for name, seconds in self.seconds.items()}, "left_out": self.left_out}
-        elapsed = {"budget_seconds": self.clock.budget_seconds, "elapsed_seconds": self.clock.elapsed}
-        write_json(self.path, "domain-draft/gpu-headline", 1, {**self.found, **facts, **elapsed})
 
 
 def release_memory() -> None:
@@ -208,7 +168,9 @@ def answer_prompts(
     return answers
 
 
-def answer_train_prompts(small: PreTrainedModel, prompts: SplitPrompts, work: Workload, report: Report) -> list[Answer]:
+def answer_train_prompts(
+    small: PreTrainedModel, prompts: SplitPrompts, work: Workload, report: TimedReport
+) -> list[Answer]:
     """One greedy answer to every train prompt, then as many sampled ones as the time allows."""
     sampling = Sampling(**settings("generate", "default")["sampling"])
     started = time.perf_counter()
@@ -216,7 +178,7 @@ def answer_train_prompts(small: PreTrainedModel, prompts: SplitPrompts, work: Wo
     for first in range(0, work.samples, work.samples_per_pass):
         numbers = range(first, min(first + work.samples_per_pass, work.samples))
         seconds_per_answer = (time.perf_counter() - started) / len(answers)
-        if report.clock.left(ANSWERS_END) < seconds_per_answer * len(numbers) * len(prompts.train):
+        if report.left(ANSWERS_END) < seconds_per_answer * len(numbers) * len(prompts.train):
             report.leave_out(f"sampled answers from number {first + 1} of {work.samples} on")
             break
         rows = [
@@ -309,7 +271,7 @@ def run_distillation(lesson: Lesson, layers: list[int], config: DistillConfig) -
 
 
 def train_draft(
-    name: str, layers: list[int], lesson: Lesson, work: Workload, seconds: float, report: Report
+    name: str, layers: list[int], lesson: Lesson, work: Workload, seconds: float, report: TimedReport
 ) -> PreTrainedModel:
     """Distil for about `seconds`: a short run tells the time of a step and of everything around the steps."""
     ends = time.perf_counter() + seconds
@@ -329,20 +291,21 @@ def train_draft(
     within = max(left - 2 * around, left / 2)  # a long run evaluates more often, but nothing is cold any more
     epochs = max(step, min(work.epochs, within / probe.step_seconds * step))
     evaluations = settings("distill", "default")["evaluations"]
-    trained = run_distillation(lesson, layers, dataclasses.replace(config, epochs=epochs, evaluations=evaluations))
-    report.found.setdefault("distillation", {})[name] = _training_facts(layers, lesson, trained, epochs)
+    config = dataclasses.replace(config, epochs=epochs, evaluations=evaluations)
+    trained = run_distillation(lesson, layers, config)
+    report.found.setdefault("distillation", {})[name] = _training_facts(layers, lesson, trained, config)
     return trained.draft
 
 
-def _training_facts(layers: list[int], lesson: Lesson, trained: Trained, epochs: float) -> dict[str, Any]:
+def _training_facts(layers: list[int], lesson: Lesson, trained: Trained, config: DistillConfig) -> dict[str, Any]:
     history = trained.history
     best = max((row for row in history if "dev_token_acceptance" in row), key=lambda row: row["dev_token_acceptance"])
-    tokens = round(epochs * lesson.tokens)
+    tokens = round(config.epochs * lesson.tokens)
     padded_per_step = history[-1]["tokens"] / history[-1]["step"]
     facts = {
         "layers": layers,
         "parameters": trained.draft.num_parameters(),
-        "epochs": epochs,
+        "recipe": dataclasses.asdict(config),
         "steps": history[-1]["step"],
         "tokens_seen": tokens,
         "tokens_per_second": tokens / trained.seconds,
@@ -359,12 +322,12 @@ def _training_facts(layers: list[int], lesson: Lesson, trained: Trained, epochs:
     return facts
 
 
-def train_drafts(lesson: Lesson, work: Workload, report: Report) -> dict[str, PreTrainedModel]:
+def train_drafts(lesson: Lesson, work: Workload, report: TimedReport) -> dict[str, PreTrainedModel]:
     """The drafts of `work` that the time allows, each with its share of it; at least one."""
     drafts: dict[str, PreTrainedModel] = {}
     dtype, device = lesson.small.dtype, lesson.small.device
     for index, (name, layers) in enumerate(work.drafts.items()):
-        seconds = report.clock.left(TRAINING_END) / (len(work.drafts) - index)
+        seconds = report.left(TRAINING_END) / (len(work.drafts) - index)
         if drafts and seconds < LEAST_TRAINING_SECONDS:
             report.leave_out(f"the draft of {name}")
             continue
@@ -424,13 +387,13 @@ def choose_draft_length(by_position: list[float], costs: Costs, lengths: tuple[i
     return {"k": chosen, "fastest_k": fastest, "lengths": rows, "costs": costs.document()}
 
 
-def choose_draft_lengths(pair: Pair, answers: list[Answer], work: Workload, report: Report) -> dict[str, dict]:
+def choose_draft_lengths(pair: Pair, answers: list[Answer], work: Workload, report: TimedReport) -> dict[str, dict]:
     """k for every draft as it is and grown, which accept alike and cost differently; later ones are left out when
     time is up."""
     context = round(statistics.mean(len(answer.prompt_ids) for answer in answers) + work.new_tokens / 2)
     chosen: dict[str, dict] = {}
     for name in list(pair.drafts):
-        if chosen and report.clock.left(CHOICE_END) < 0:
+        if chosen and report.left(CHOICE_END) < 0:
             report.leave_out(f"decoding with the draft of {name}")
             continue
         by_position = accepted_by_position(pair, name, answers, work)
@@ -446,7 +409,7 @@ def choose_draft_lengths(pair: Pair, answers: list[Answer], work: Workload, repo
 
 
 def time_drafts(
-    pair: Pair, chosen: dict[str, dict], answers: list[Answer], work: Workload, report: Report
+    pair: Pair, chosen: dict[str, dict], answers: list[Answer], work: Workload, report: TimedReport
 ) -> tuple[list[Request], list[Timed]]:
     """Every prompt decoded plainly and with every draft at its k; prompts after the first lot are left out when time is
     up. The longest prompt comes first, so that the warm-up makes room for all."""
@@ -456,7 +419,7 @@ def time_drafts(
         engine.decoders[name] = Decoder(engine.target, pair.drafter(name), pair.config(work, choice["k"]))
     requests, plain = [], []
     for start in range(0, len(answers), work.lot):
-        if start and report.clock.left(DECODING_END) < 0:
+        if start and report.left(DECODING_END) < 0:
             report.leave_out(f"{len(answers) - start} of {len(answers)} timed prompts")
             break
         lot = answers[start : start + work.lot]
@@ -553,7 +516,7 @@ def measure_decoding(
     prompts: SplitPrompts,
     dev: list[Answer],
     work: Workload,
-    report: Report,
+    report: TimedReport,
 ) -> None:
     """Plain against speculative decoding on prompts that neither the checkpoints nor k were chosen on."""
     with report.part("twin"):
@@ -576,7 +539,7 @@ def measure_decoding(
         report.found |= {"lossless": lossless, "goals": judge_goals(found, lossless)}
 
 
-def measure(small: PreTrainedModel, prompts: SplitPrompts, work: Workload, report: Report) -> None:
+def measure(small: PreTrainedModel, prompts: SplitPrompts, work: Workload, report: TimedReport) -> None:
     """Everything, one part after the other. Dev prompts of the domain serve in two halves: checkpoints and k are chosen on
     the one, decoding is timed on the other."""
     with report.part("answers"):
@@ -594,7 +557,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add_argument("--output", type=Path, help="JSON file; default: in benchmarks/results")
     options.add_argument("--minutes", type=float, default=7.5, help="time budget")
     arguments = options.parse_args(argv)
-    report = Report(results_path(arguments, "gpu_headline"), Clock(arguments.minutes * 60))
+    path = results_path(arguments, "gpu_headline")
+    report = TimedReport(path, "domain-draft/gpu-headline", budget_seconds=arguments.minutes * 60)
     work = TINY if arguments.tiny else LARGE
     try:
         device = check_device(arguments)
@@ -602,13 +566,17 @@ def main(argv: list[str] | None = None) -> int:
     except PipelineError as error:
         print(error, file=sys.stderr)
         return 1
-    report.found = {"machine": machine(), "workload": dataclasses.asdict(work), "recipe": dataclasses.asdict(recipe())}
+    report.found = {
+        "machine": machine(),
+        "budget_minutes": arguments.minutes,
+        "workload": dataclasses.asdict(work),
+    }
     measure(small, prompts, work, report)
     if device.type == "cuda":
         report.found["peak_memory_bytes"] = torch.cuda.max_memory_allocated(device)
     report.write()
     print_goals(report.found.get("goals", []))
-    print(f"\n{report.clock.elapsed:.0f} s in all; written to {report.path}")
+    print(f"\n{report.elapsed:.0f} s in all; written to {report.path}")
     return 0 if "goals" in report.found else 1
 
 

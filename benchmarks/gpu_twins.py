@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: the bundle's models and prompts, cost twins grown from them, arguments and tables.
+"""What the GPU benchmarks share: the bundle's models and prompts, cost twins grown from them, and arguments.
 
 Needs torch, transformers and pipeline.core. A cost twin computes what a small model computes, at the cost of a large one
 (pipeline.core.cost_twin).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,40 +162,3 @@ def check_device(arguments: argparse.Namespace) -> torch.device:
     if arguments.device == "cpu" and not arguments.tiny:
         raise PipelineError("A model of 16 GB is not measured on a CPU.", "add --tiny.")
     return torch.device(arguments.device)
-
-
-def results_path(arguments: argparse.Namespace, name: str) -> Path:
-    """Where the figures go: `--output`, else results/; those of a tiny run never replace measured ones."""
-    return arguments.output or HERE / "results" / (f"{name}_tiny.json" if arguments.tiny else f"{name}.json")
-
-
-def goal(name: str, value: float | None, at_least: float, aim: float | None) -> dict[str, Any]:
-    """A bound that must be reached and the aim beyond it; `met` is None where nothing was measured."""
-    return {
-        "goal": name,
-        "value": value,
-        "at_least": at_least,
-        "aim": aim,
-        "met": None if value is None else value >= at_least,
-    }
-
-
-def print_goals(goals: list[dict[str, Any]]) -> None:
-    print()
-    for row in goals:
-        value = "not measured" if row["value"] is None else f"{row['value']:.2f}"
-        word = {True: "met", False: "NOT MET", None: "-"}[row["met"]]
-        aim = "" if row["aim"] is None else f" (aim {row['aim']})"
-        print(f"{row['goal']:42} {value:>12}, needs >= {row['at_least']}{aim}: {word}")
-
-
-def print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """`columns`: key -> format; None prints as a dash."""
-    print(f"\n{title}")
-    cells = [list(columns)]
-    for row in rows:
-        cells.append(["-" if row[key] is None else format(row[key], form) for key, form in columns.items()])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for line in cells:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    sys.stdout.flush()

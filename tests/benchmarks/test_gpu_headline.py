@@ -36,7 +36,6 @@ def test_every_part_is_there(result):
         "answers", *(f"distillation, {name}" for name in WORK.drafts), "twin", "draft lengths", "decoding", "lossless",
     }  # fmt: skip
     assert found["argmax_agreement"] == 1.0 and found["timed_prompts"] == WORK.timed_prompts
-    assert found["recipe"]["loss"] == gpu_headline.recipe().loss
     assert text.count("needs >=") == len(found["goals"]) == 4 * len(WORK.drafts) + 1
 
 
@@ -45,7 +44,8 @@ def test_training_is_counted(result):
     prompt_tokens = answers["answers"] * (20 - 1)  # a row's last token predicts nothing
     for name, facts in result[0]["distillation"].items():
         assert facts["layers"] == WORK.drafts[name]
-        assert facts["epochs"] == WORK.epochs and facts["steps"] > gpu_headline.UNTIMED_STEPS
+        assert facts["recipe"]["epochs"] == WORK.epochs and facts["steps"] > gpu_headline.UNTIMED_STEPS
+        assert facts["recipe"]["loss"] == gpu_headline.recipe().loss
         assert facts["tokens_seen"] == WORK.epochs * (answers["tokens"] + prompt_tokens)
         assert facts["tokens_per_second_within_steps"] > facts["tokens_per_second"] > 0
         assert 0 < facts["dev_token_acceptance"] <= 1
@@ -131,7 +131,7 @@ def test_a_draft_that_cannot_be_trained_is_left_out(tmp_path, monkeypatch):
         return gpu_twins.build_tiny()[1]
 
     monkeypatch.setattr(gpu_headline, "train_draft", train_draft)
-    report = gpu_headline.Report(tmp_path / "x.json", gpu_headline.Clock(60))
+    report = gpu_headline.TimedReport(tmp_path / "x.json", "x", budget_seconds=60)
     lesson = gpu_headline.Lesson(gpu_twins.build_tiny_target(), [], [], [], 259)
     drafts = gpu_headline.train_drafts(lesson, WORK, report)
     assert list(drafts) == list(WORK.drafts)[1:] and "The loss is not finite." in report.left_out[0]
