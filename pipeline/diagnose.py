@@ -26,6 +26,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from pipeline.adapters.drafts import DraftConfig, check_draft, check_frozen_embeddings, draft_architecture
 from pipeline.adapters.model_sources import resolve_model
+from pipeline.adapters.processes import LaunchConfig, check_command
 from pipeline.adapters.quantization import quantization_config
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
@@ -80,6 +81,7 @@ class Config:
     evaluate: EvaluateConfig
     gate: GateConfig
     registry: RegistryConfig
+    launch: LaunchConfig
 
 
 class Passed(NamedTuple):
@@ -155,6 +157,7 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("time (estimate)", lambda *found: _time(config, *found), pair, prompt)
     for source in config.domain.sources:
         report.check(f"source {source.name}", lambda source=source: _source(source, root))
+    report.check("launch", lambda: Passed(check_command(config.launch.distill, root), config.launch.distill))
     report.check("registry", lambda: _registry(config.registry, root))
     return report
 

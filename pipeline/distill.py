@@ -5,13 +5,13 @@ Writes: data/draft/ (a transformers folder with draft.json and head_token_ids.js
         run.
 Does:   trains towards the target's probabilities, stored or from the target beside the draft; keeps the checkpoint of
         the best dev token acceptance. With distill.on_policy.steps > 0 an on-policy phase follows, kept if it raises that
-        acceptance further. A killed run continues from its newest checkpoint, in the same MLflow run.
+        acceptance further. A killed run continues from its newest checkpoint, in the same MLflow run. In a launch of
+        several processes all train, and the first one writes.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -33,6 +33,7 @@ from pipeline.adapters.drafts import (
 from pipeline.adapters.layer_choice import best_row, try_layers
 from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
 from pipeline.adapters.on_policy import check_on_policy, on_policy_phase
+from pipeline.adapters.processes import check_settings, fingerprint_parts, join, split_target, target_device
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -55,37 +56,35 @@ class Config:
 def run(config: Config, tracking: TrackingConfig | None = None) -> None:
     """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
-    on_policy = config.distill.on_policy.steps > 0
+    online, on_policy = config.distill.target == "online", config.distill.on_policy.steps > 0
     if on_policy:
         check_on_policy()
-    target = Target(config.target, root)
+    processes = join()
+    check_settings(processes, config.target, config.draft, config.distill)
+    with processes.main_process_first():  # it converts a packaged target, if that is still to be done
+        target = Target(config.target, root, target_device())
     start = config.draft.pinned(root)
     vocabulary = check_draft(start, target, root).shared_ids
     if config.distill.freeze_embeddings:
         check_frozen_embeddings(start, target, root)
-    facts = read_facts(input_path("data/answers/train"))
-    check_same_target(facts, target)
-    check_same_settings(facts, config.generate)
-    settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, root), config.seed)
-    files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
-    checkpoints = cache_path("distill", fingerprint(facts, [fingerprint_files([path]) for path in files], *settings))
-    first_rank = os.environ.get("RANK", "0") == "0"
-    with stage_run(tracking, "distill", config, root, checkpoints, main_process=first_rank) as tracked:
+    facts = _facts_of_answers(config.generate, target)
+    checkpoints = _checkpoints(config, start, target, facts, fingerprint_parts(processes))
+    with stage_run(tracking, "distill", config, root, checkpoints, processes.is_main_process) as tracked:
         train = read_answers(input_path("data/answers/train"))
         dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
         head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
         reference = _reference_draft(config.distill.reference_draft, target, root)
-        online = config.distill.target == "online"
 
         def trained(
             settings: DistillConfig, draft: PreTrainedModel, folder: Path, on_log: Callable | None = None
         ) -> list[dict]:
-            models = {"target": target.model if online else None, "reference": reference}
+            models = {"target": split_target(target.model) if online else None, "reference": reference}
             options = {"vocabulary": len(vocabulary), "on_log": on_log, **models}
             return distill(draft, train, dev, head, settings, config.seed, folder, **options)
 
         start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
-        draft = initial_draft(start, target, root, config.seed)
+        with processes.main_process_first():  # it downloads what is not here yet
+            draft = initial_draft(start, target, root, config.seed)
         if not online and not on_policy:
             target.unload()
         history = trained(config.distill, draft, checkpoints, tracked.log_row)
@@ -95,11 +94,30 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
             history += on_policy_phase(draft, target, *data, config.distill, config.seed, history[-1], folder)
         for row in history:  # those that a killed attempt did not come to send
             tracked.log_row(row)
-        with atomic_path(output_path("data/draft")) as folder:
-            save_draft(folder, draft, target, head, start, tried)
-            write_effective_config(folder, config)
-        write_history(output_path("data/distill/history.csv"), history)
-    shutil.rmtree(checkpoints)
+        if processes.is_main_process:
+            with atomic_path(output_path("data/draft")) as folder:
+                save_draft(folder, draft, target, head, start, tried)
+                write_effective_config(folder, config)
+            write_history(output_path("data/distill/history.csv"), history)
+    if processes.is_main_process:
+        shutil.rmtree(checkpoints)
+    processes.wait_for_everyone()
+
+
+def _facts_of_answers(settings: GenerateConfig, target: Target) -> dict:
+    """Those of the train answers, which must be this target's under these settings."""
+    facts = read_facts(input_path("data/answers/train"))
+    check_same_target(facts, target)
+    check_same_settings(facts, settings)
+    return facts
+
+
+def _checkpoints(config: Config, start: DraftConfig, target: Target, facts: dict, launch: tuple) -> Path:
+    """The folder of resumable state, named by all that it depends on."""
+    settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, input_path("")), config.seed)
+    files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
+    parts = (facts, [fingerprint_files([path]) for path in files], *settings, *launch)
+    return cache_path("distill", fingerprint(*parts))
 
 
 def _with_layers(

@@ -78,7 +78,10 @@ def write_effective_config(directory: Path, config: Any) -> None:
 
 
 def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConfig) -> None:
-    """Run a stage from its `@hydra.main`: type the config, end a user's error in one line and exit code 1."""
+    """Run a stage from its `@hydra.main`: type the config, end a user's error in one line and exit code 1.
+
+    Of several processes (RANK is set by accelerate launch and torchrun) the first one writes the provenance.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = time.time()
@@ -86,9 +89,11 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
         _check_writable(output_path("data"))
         run(typed_config(cfg, schema))
     except PipelineError as error:
-        print(f"error: {error}", file=sys.stderr)
+        place = f" (process {os.environ['RANK']})" if "RANK" in os.environ else ""
+        print(f"error{place}: {error}", file=sys.stderr)
         sys.exit(1)
-    write_provenance(Path(run.__code__.co_filename).stem, started)
+    if os.environ.get("RANK", "0") == "0":
+        write_provenance(Path(run.__code__.co_filename).stem, started)
 
 
 def _check_writable(folder: Path) -> None:

@@ -23,7 +23,7 @@ EXPERIMENTS = sorted(path.stem for path in (ROOT / "conf" / "experiment").glob("
 GROUP_FILES = sorted(
     path.relative_to(ROOT / "conf").with_suffix("")
     for path in (ROOT / "conf").rglob("*.yaml")
-    if path.parent != ROOT / "conf" and path.parent.name not in ("hydra", "experiment")
+    if path.parent != ROOT / "conf" and path.parent.name not in ("hydra", "experiment", "accelerate")
 )
 
 
@@ -52,7 +52,7 @@ def test_every_group_file_composes_and_types(path):
 
 def test_all_group_files_are_found():
     assert {path.parent.name for path in GROUP_FILES} >= {
-        "target", "draft", "domain", "generate", "distill", "decode", "evaluate", "gate", "registry",
+        "target", "draft", "domain", "generate", "distill", "decode", "evaluate", "gate", "registry", "launch",
     }  # fmt: skip
     assert len(EXPERIMENTS) >= 5
 

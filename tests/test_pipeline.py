@@ -107,6 +107,17 @@ def test_an_edit_in_conf_reruns_exactly_its_stage(clone):
     assert "gate" in executed(output) and not executed(output) & {"prepare", "generate", "distill", "evaluate"}
 
 
+def test_the_command_of_distill_is_chosen_by_a_parameter(clone):
+    launches = {
+        "launch=ddp": "accelerate launch --config_file conf/accelerate/ddp.yaml",
+        "launch=one_process": "python",
+    }
+    for choice, command in launches.items():
+        checked([sys.executable, "-m", "pipeline.compose", "experiment=smoke", choice], clone)
+        output = checked(["dvc", "repro", "--dry", "--force", "--single-item", "distill"], clone)
+        assert f"> {command} -m pipeline.distill -cn from_params\n" in output
+
+
 def test_stages_run_from_any_folder_and_with_chdir(clone, tmp_path):
     """P04: paths are the project's, whatever the working directory."""
     written = ("prompts/train.parquet", "gate/verdict.json", "report/index.html")

@@ -33,7 +33,7 @@ def test_commands_are_found_and_all_are_covered():
 @pytest.mark.parametrize("command", chosen("make "))
 def test_make_commands_are_targets_and_their_overrides_compose(command, clone):
     words = shlex.split(command)
-    overrides = [word for argument in words if argument.startswith("ARGS=") for word in argument[5:].split()]
+    overrides = [word for argument in words if argument.startswith("ARGS=") for word in shlex.split(argument[5:])]
     assert f"\n{words[1]}:" in (ROOT / "Makefile").read_text(encoding="utf-8")
     if "domain=contracts" not in overrides:
         program = "import sys; from pipeline.compose import composed; composed(sys.argv[1:])"

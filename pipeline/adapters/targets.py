@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from pipeline.adapters.model_sources import resolve_model
@@ -26,10 +27,11 @@ from pipeline.core.templates import template_fingerprint
 
 
 class Target:
-    """Facts about the target that need no weights, and `model`, loaded when first used."""
+    """Facts about the target that need no weights, and `model`, loaded when first used (on `device`, if given)."""
 
-    def __init__(self, config: ModelConfig, project_root: Path) -> None:
+    def __init__(self, config: ModelConfig, project_root: Path, device: torch.device | None = None) -> None:
         self.config = config
+        self.device = device
         self.location = resolve_model(config.id, project_root)
         self._quantization = quantization_config(config)
         self.model_config = load_config(self.location, config.revision, config.trust_remote_code)
@@ -68,7 +70,7 @@ class Target:
 
     @functools.cached_property
     def model(self) -> PreTrainedModel:
-        return load_model(self.location, self.config, self._quantization)
+        return load_model(self.location, self.config, self._quantization, self.device)
 
     def unload(self) -> None:
         """Free the weights; `model` loads them again."""

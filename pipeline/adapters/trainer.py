@@ -7,6 +7,7 @@ installed, hence its place here.
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import logging
@@ -14,16 +15,18 @@ import math
 import shutil
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
+from safetensors.torch import load_file
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
+from pipeline.adapters.processes import join, sharding
 from pipeline.core.answers import Answer
 from pipeline.core.artifacts import atomic_path
 from pipeline.core.batches import AnswerBatches, check_plain_head
@@ -72,7 +75,20 @@ class DraftTrainer(Trainer):
         self.objective = objective
         self.model.forward = types.MethodType(forward, self.model)
 
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.is_fsdp_enabled and self.args.bf16:
+            # accelerate's own policy rounds the stored log-probabilities, the loss and the summed gradients too
+            policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+    def _prepare_inputs(self, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """To this process's device as they are: for DeepSpeed the Trainer would round log-probabilities to bfloat16."""
+        return {name: tensor.to(self.args.device) for name, tensor in inputs.items()}
+
     def get_train_dataloader(self) -> DataLoader:
+        """Batches in one random order, dealt out to the processes in turn; where they do not go round, the last ones get
+        the epoch's first again."""
         loader = DataLoader(self.train_dataset, batch_size=1, shuffle=True, collate_fn=lambda items: items[0])
         return self.accelerator.prepare(loader)
 
@@ -117,6 +133,8 @@ class _FiniteGradients(TrainerCallback):
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        if not gradients:  # DeepSpeed keeps them to itself, and checks them
+            return
         norms = torch._foreach_norm([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
         if not torch.isfinite(torch.stack(norms)).all():
             raise PipelineError(
@@ -136,7 +154,15 @@ class _Progress(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         done, total = (int(steps * self.tokens_per_step) for steps in (state.global_step, state.max_steps))
-        self.bar = tqdm(total=total, initial=done, desc="distill", unit=" tokens", unit_scale=True, mininterval=2)
+        self.bar = tqdm(
+            total=total,
+            initial=done,
+            desc="distill",
+            unit=" tokens",
+            unit_scale=True,
+            mininterval=2,
+            disable=not state.is_world_process_zero,
+        )
 
     def on_step_end(self, args, state, control, **kwargs):
         self.bar.update(int(state.global_step * self.tokens_per_step) - self.bar.n)
@@ -208,35 +234,70 @@ def distill(
     """
     for model in filter(None, (draft, target, reference)):
         check_plain_head(model)
+    processes = join()
+    share = max(1, config.tokens_per_step // processes.num_processes)
+    config = replace(config, tokens_per_forward=min(config.tokens_per_forward, share))
     torch.manual_seed(seed)
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     common = (head_token_ids, config.tokens_per_forward, seed)
     batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
     dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
-    plan = _plan(config, batches)
+    plan = _plan(config, batches, processes.num_processes)
     attention, use_cache = draft.config._attn_implementation, draft.config.use_cache
-    if draft.device.type == "cpu":
+    if default_device().type == "cpu":
         draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
+    trained = copy.deepcopy(draft.cpu()) if sharding() else draft  # split in place, a model is one no more
     with quiet_transformers():
-        trainer = DraftTrainer(
-            model=draft,
-            args=_training_arguments(config, seed, checkpoints, plan),
-            train_dataset=batches,
-            eval_dataset=dev_batches,
-            dev_batches=dev_batches,
-            callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
-        )
-        if config.patience:
-            trainer.add_callback(EarlyStoppingCallback(config.patience))
-        trainer.remove_callback(PrinterCallback)
+        arguments = _training_arguments(config, seed, checkpoints, plan)
+        trainer = _trainer(trained, arguments, batches, dev_batches, plan, config.patience, on_log)
         trainer.install(_objective(config, head_token_ids, vocabulary, target, reference, trainer.args.device))
-        trainer.train(resume_from_checkpoint=newest_whole_checkpoint(checkpoints))
-    trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
-    del draft.forward
+        with processes.main_process_first():
+            newest = newest_whole_checkpoint(checkpoints)
+        trainer.train(resume_from_checkpoint=newest)
+    if sharding():
+        _load_gathered(draft.to(trainer.args.device), Path(trainer.state.best_model_checkpoint))
+    else:
+        trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
+        del draft.forward
     draft.set_attn_implementation(attention)
     draft.config.use_cache = use_cache  # the Trainer switches it off
     draft.requires_grad_(True).eval()
+    processes.wait_for_everyone()  # none still reads the checkpoints, which the caller may remove
     return _history(trainer.state.log_history, plan.tokens_per_step)
+
+
+def _trainer(
+    draft: PreTrainedModel,
+    arguments: TrainingArguments,
+    batches: AnswerBatches,
+    dev_batches: AnswerBatches,
+    plan: _Plan,
+    patience: int | None,
+    on_log: Callable[[dict], None] | None,
+) -> DraftTrainer:
+    trainer = DraftTrainer(
+        model=draft,
+        args=arguments,
+        train_dataset=batches,
+        eval_dataset=dev_batches,
+        dev_batches=dev_batches,
+        callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
+    )
+    if patience:
+        trainer.add_callback(EarlyStoppingCallback(patience))
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def _load_gathered(draft: PreTrainedModel, checkpoint: Path) -> None:
+    """Take the weights of a checkpoint whose model was split over processes; they were gathered when it was saved."""
+    weights = {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    missing, unexpected = draft.load_state_dict(weights, strict=False)
+    if unexpected or set(missing) - set(draft.all_tied_weights_keys):
+        raise PipelineError(
+            f"{checkpoint} does not hold the whole draft ({len(missing)} weights are missing).",
+            "gather the weights when saving: fsdp_state_dict_type: FULL_STATE_DICT, or zero3_save_16bit_model: true.",
+        )
 
 
 @dataclass
@@ -247,8 +308,7 @@ class _Plan:
     interval: int  # steps between evaluations
 
 
-def _plan(config: DistillConfig, batches: AnswerBatches) -> _Plan:
-    processes = PartialState().num_processes
+def _plan(config: DistillConfig, batches: AnswerBatches, processes: int) -> _Plan:
     wanted = config.tokens_per_step / config.tokens_per_forward / processes
     accumulation = min(math.ceil(len(batches) / processes), max(1, round(wanted)))
     per_step = accumulation * processes
@@ -279,7 +339,7 @@ def _objective(
 
 
 def _training_arguments(config: DistillConfig, seed: int, checkpoints: Path, plan: _Plan) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(checkpoints),
         max_steps=plan.steps,
         gradient_accumulation_steps=plan.accumulation,
@@ -306,11 +366,14 @@ def _training_arguments(config: DistillConfig, seed: int, checkpoints: Path, pla
         remove_unused_columns=False,
         label_names=["labels"],
         disable_tqdm=True,
+        log_level_replica="error",
         report_to="none",
         dataloader_pin_memory=False,
         use_cpu=not torch.cuda.is_available(),
         bf16=resolve_dtype("auto", default_device()) == torch.bfloat16,
     )
+    arguments._n_gpu = min(1, arguments.n_gpu)  # one process trains on one: nn.DataParallel would cut batches in pieces
+    return arguments
 
 
 def _history(log: list[dict], tokens_per_step: float) -> list[dict]:

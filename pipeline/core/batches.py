@@ -132,7 +132,7 @@ def check_plain_head(model: PreTrainedModel) -> None:
 
 def answer_hidden(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
     """The last hidden states before each scored token, [n rounded up to a multiple of `COUNT_STEP`, width]."""
-    known = batch["input_ids"].clamp(max=model.get_input_embeddings().weight.shape[0] - 1)
+    known = batch["input_ids"].clamp(max=model.get_input_embeddings().num_embeddings - 1)
     hidden = model.get_decoder()(input_ids=known, use_cache=False).last_hidden_state
     count = len(batch["query"])
     query = F.pad(batch["query"], (0, _rounded_up(count, COUNT_STEP) - count))

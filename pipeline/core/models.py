@@ -89,21 +89,22 @@ def load_generation_config(location: str, revision: str | None = None) -> Genera
         return GenerationConfig.from_model_config(load_config(location, revision))
 
 
-def load_model(location: str, config: ModelConfig, quantization_config=None) -> PreTrainedModel:
-    """Load weights for inference, in the dtype and on the device that `config` and the machine give."""
-    device = default_device()
-    placement = {"device_map": config.device_map} if config.device_map else {}
+def load_model(
+    location: str, config: ModelConfig, quantization_config=None, device: torch.device | None = None
+) -> PreTrainedModel:
+    """Load weights for inference, in the dtype and on the device that `config` and the machine give, or on `device`."""
+    placement = {"device_map": config.device_map} if config.device_map and device is None else {}
     with _named_errors(location, "weights"), quiet_transformers():
         model = AutoModelForCausalLM.from_pretrained(
             location,
             revision=config.revision,
-            dtype=resolve_dtype(config.dtype, device),
+            dtype=resolve_dtype(config.dtype, default_device()),
             trust_remote_code=config.trust_remote_code,
             quantization_config=quantization_config,
             **placement,
         )
     if not placement and quantization_config is None:
-        model.to(device)
+        model.to(device or default_device())
     return model.eval()
 
 

@@ -6,12 +6,14 @@ for one chunk only: memory does not grow with batch x length x vocabulary (the f
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from pipeline.core.batches import answer_hidden
@@ -61,6 +63,21 @@ def chunked_sum(
     token_weights  [tokens]; hidden [tokens, width]; weight [columns, width]; bias [columns] or None
     """
     return _ChunkedSum.apply(chunk_loss, chunk, token_weights, hidden, weight, bias)
+
+
+def as_forward_of(module: nn.Module, function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """`function(*inputs)` run as the forward pass of `module`.
+
+    Where the weights of `module` are split over processes (FSDP, ZeRO), its hooks gather them for `function` and again for
+    the backward pass; read from outside, they would be one process's share.
+    """
+
+    def forward(*inputs: Tensor) -> Any:
+        del module.forward  # `function` may call the module as it is
+        return function(*inputs)
+
+    module.forward = forward
+    return module(*inputs)
 
 
 @dataclass
@@ -144,13 +161,19 @@ class Objective:
 
     def loss(self, draft: PreTrainedModel, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """(sum over the batch's scored tokens, one value per token [n] without gradient)."""
-        head = self.head(draft)
-        count = len(batch["query"])
         hidden = answer_hidden(draft, batch)
         target_hidden = None
         if self.target is not None:
             with torch.no_grad():
                 target_hidden = answer_hidden(self.target, batch)
+        head_loss = functools.partial(self._head_loss, draft, batch, target_hidden)
+        return as_forward_of(draft.get_output_embeddings(), head_loss, hidden)
+
+    def _head_loss(
+        self, draft: PreTrainedModel, batch: dict[str, Tensor], target_hidden: Tensor | None, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        head = self.head(draft)
+        count = len(batch["query"])
 
         def chunk_loss(part: slice, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             known = slice(part.start, min(part.stop, count))
@@ -191,17 +214,20 @@ class Objective:
         chosen = (own - learnable).topk(selected).indices
         return torch.zeros_like(ones).index_fill_(0, chosen, count / selected)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def agreement(self, draft: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
         """Float64 [4], summed over the batch's scored tokens: how many there are; on how many the draft's best token is
         the target's, with the trimmed head and with the full one; and the overlap sum min(p, q) at temperature 1 of the
         full head with the target's stored top (its tail left out: a lower bound of the token acceptance there)."""
         hidden = answer_hidden(draft, batch)[: len(batch["query"])]
         module = draft.get_output_embeddings()
+        return as_forward_of(module, functools.partial(self._head_agreement, module, batch), hidden)
+
+    def _head_agreement(self, module: nn.Module, batch: dict[str, Tensor], hidden: Tensor) -> Tensor:
         sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
         for start in range(0, len(hidden), self.chunk_tokens):
             part = slice(start, start + self.chunk_tokens)
-            logits = module(hidden[part])[:, : len(self.vocabulary)].float()
+            logits = F.linear(hidden[part], module.weight, module.bias)[:, : len(self.vocabulary)].float()
             wanted = batch["target"][part]
             trimmed = self.head_ids[logits[:, self.head_ids].argmax(dim=-1)] == wanted
             full = logits.argmax(dim=-1) == wanted

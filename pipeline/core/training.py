@@ -74,7 +74,7 @@ class DistillConfig:
     max_grad_norm: float
     optimizer: str  # adamw | adamw_8bit (bitsandbytes: a quarter of the optimiser's memory)
     tokens_per_step: int  # tokens of an optimiser step, prompts and padding included, over all processes
-    tokens_per_forward: int  # tokens of one forward pass; gradients accumulate up to tokens_per_step
+    tokens_per_forward: int  # tokens of one forward pass of a process; gradients accumulate up to tokens_per_step
     chunk_tokens: int  # tokens whose logits exist at one time
     evaluations: int  # times that dev token acceptance is measured; the best checkpoint is kept
     patience: int | None  # evaluations without a better dev token acceptance after which training ends; null: none

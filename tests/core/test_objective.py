@@ -11,7 +11,7 @@ from tiny_models import noisy_copy, tiny_llama
 
 from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.losses import NAMES, divergence
-from pipeline.core.objective import Objective, chunked_sum
+from pipeline.core.objective import Objective, as_forward_of, chunked_sum
 
 VOCABULARY = 100
 HEAD = list(range(0, 100, 2)) + [1, 3]
@@ -169,6 +169,16 @@ def test_padding_rows_of_target_and_draft_play_no_part(target, batch):
         draft.lm_head.weight[100:] = 1e4
     total, losses = objective(target=wide).loss(draft, batch)
     assert torch.isfinite(losses).all() and torch.isclose(total, reference)
+
+
+def test_a_function_runs_as_the_forward_pass_of_a_module():
+    """Within its hooks, by which FSDP and ZeRO gather weights; the module itself can be called meanwhile and afterwards."""
+    module, seen, ones = torch.nn.Linear(2, 3), [], torch.ones(1, 2)
+    module.register_forward_pre_hook(lambda *_: seen.append("before"))
+    module.register_forward_hook(lambda *_: seen.append("after"))
+    doubled = as_forward_of(module, lambda inputs: 2 * torch.nn.Linear.forward(module, inputs), ones)
+    assert seen == ["before", "after"]
+    assert torch.equal(doubled, 2 * module(ones)) and torch.equal(as_forward_of(module, module, ones), module(ones))
 
 
 class _Widest(torch.utils._python_dispatch.TorchDispatchMode):
