@@ -5,241 +5,44 @@
     python benchmarks/distill.py storage            # bytes per token and acceptance of stored target probabilities
     python benchmarks/distill.py trl                # against TRL's DistillationTrainer at equal wall-clock time
     python benchmarks/distill.py memory             # peak of a training step, chunked against not
+    python benchmarks/distill.py domains --generic-answers FOLDER   # the domain's draft against a generic one, on every domain
+    python benchmarks/distill.py limits             # data/draft by temperature and on free writing, and what the gate says
 
-Reads data/answers/{train,dev} (`dvc repro generate`) and the values of conf/. Every finished row is in
-benchmarks/results/distill_<table>.json at once, and a table that was interrupted goes on with the rows that it lacks. Golden
-answers play no part.
+Reads data/answers/{train,dev} (`dvc repro generate`) and params.yaml. Every finished row is at once in
+benchmarks/results/distill_<table>.json, and a table that was interrupted goes on with the rows that it lacks. Golden answers
+play no part.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import torch
+from distill_domains import CREATIVE, CREATIVE_PROMPTS, creative_answers, judged
+from distill_lab import EVALUATIONS, Lab, Results, Trained, show, tokens_of
 from distill_on_policy import trl_leg
 from distill_storage import StorageSettings, storage_table
-from hydra import compose, initialize_config_dir
-from transformers import PreTrainedModel
 
 from pipeline import stage
-from pipeline.adapters.answer_files import read_answers, read_facts
-from pipeline.adapters.targets import Target
-from pipeline.adapters.trainer import distill
-from pipeline.core.answers import Answer
-from pipeline.core.artifacts import atomic_path, fingerprint
-from pipeline.core.batches import AnswerBatches
-from pipeline.core.comparison import machine
-from pipeline.core.cost_measurement import measure_costs
-from pipeline.core.cost_model import best_draft_length
-from pipeline.core.decoding import DecodeConfig, Decoder
-from pipeline.core.drafters import ModelDrafter
-from pipeline.core.evaluation import Engine, time_candidates, time_one
-from pipeline.core.losses import forward_kl
-from pipeline.core.metrics import acceptance_by_position
-from pipeline.core.objective import Objective
-from pipeline.core.pruning import keep_layers
+from pipeline.adapters.answer_files import read_answers
+from pipeline.adapters.drafts import load_draft, read_draft_facts
+from pipeline.core.artifacts import fingerprint
+from pipeline.core.comparison import Contestants
 from pipeline.core.training import DistillConfig
-from pipeline.core.vocabulary import domain_token_ids
-from pipeline.distill import Config
 
-RESULTS = Path(__file__).parent / "results"
-PROBE_EPOCHS = 0.1  # trained to learn a variant's speed
-EVALUATIONS = 2
-DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6]
-COST_CONTEXT_TOKENS, COST_REPEATS = 256, 15
-SPEED_PROMPTS, SPEED_TOKENS = 8, 64
-
-
-@dataclass
-class Trained:
-    """A draft with what its training took."""
-
-    draft: PreTrainedModel
-    head: list[int]
-    history: list[dict]
-    seconds: float
-
-    @property
-    def best(self) -> dict:
-        """The history's row of the best dev token acceptance."""
-        return max(
-            (row for row in self.history if "dev_token_acceptance" in row), key=lambda row: row["dev_token_acceptance"]
-        )
-
-    def figures(self) -> dict:
-        dev = {name: value for name, value in self.best.items() if name.startswith("dev_")}
-        tokens = self.history[-1]["tokens"]
-        return {"trained_tokens": tokens, "seconds": self.seconds, "tokens_per_second": tokens / self.seconds, **dev}
-
-
-class Lab:
-    """The target, its answers and the values of conf/, and how a draft is trained and judged with them."""
-
-    def __init__(self) -> None:
-        with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
-            self.config = stage.typed_config(compose("config"), Config)
-        self.target = Target(self.config.target, stage.input_path(""))
-        facts = read_facts(stage.input_path("data/answers/train"))
-        self.train = read_answers(stage.input_path("data/answers/train"))
-        self.all_dev = read_answers(stage.input_path("data/answers/dev"))
-        self.dev = [answer for answer in self.all_dev if answer.domain == facts["target_domain"]]
-        self.warm = False
-
-    @property
-    def vocabulary(self) -> int:
-        return self.target.vocabulary_size
-
-    @property
-    def settings(self) -> DistillConfig:
-        return self.config.distill
-
-    def initial_draft(self, layers: list[int] | None = None) -> PreTrainedModel:
-        return keep_layers(self.target.model, layers or self.config.draft.keep_layers).float()
-
-    def run(
-        self,
-        settings: DistillConfig,
-        layers: list[int] | None = None,
-        train: list[Answer] | None = None,
-        dev: list[Answer] | None = None,
-        reference: PreTrainedModel | None = None,
-    ) -> Trained:
-        train = train or self.train
-        eos = self.target.eos_token_ids
-        head = domain_token_ids(train, settings.head_tokens, eos, range(self.vocabulary))
-        draft = self.initial_draft(layers)
-        online = self.target.model if settings.target == "online" else None
-        started = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            history = distill(
-                draft,
-                train,
-                dev or self.dev,
-                head,
-                settings,
-                self.config.seed,
-                Path(folder) / "checkpoints",
-                vocabulary=self.vocabulary,
-                target=online,
-                reference=reference,
-            )
-        return Trained(draft, head, history, time.perf_counter() - started)
-
-    def run_for(self, seconds: float, settings: DistillConfig, **options) -> Trained:
-        """Train for about `seconds`, as many epochs as that allows, to the end of the schedule."""
-        probe = dataclasses.replace(settings, epochs=PROBE_EPOCHS, evaluations=1)
-        if not self.warm:
-            self.run(probe, dev=self.dev[:1], **options)  # the first run makes kernels for its shapes
-            self.warm = True
-        probed = self.run(probe, dev=self.dev[:1], **options)
-        epochs = PROBE_EPOCHS * seconds / probed.seconds
-        return self.run(dataclasses.replace(settings, epochs=epochs, evaluations=EVALUATIONS), **options)
-
-    def agreement(self, draft: PreTrainedModel) -> dict:
-        """Dev token acceptance of a draft that was trained elsewhere."""
-        eos = self.target.eos_token_ids
-        head = domain_token_ids(self.train, self.settings.head_tokens, eos, range(self.vocabulary))
-        options = {"sampled_rows": None, "chunk_tokens": self.settings.chunk_tokens}
-        objective = Objective(forward_kl, torch.tensor(head), self.vocabulary, **options)
-        batches = AnswerBatches(self.dev, head, self.settings.tokens_per_forward, self.config.seed)
-        count, trimmed, full, overlap = sum(
-            objective.agreement(draft, batches[i]) for i in range(len(batches))
-        ).tolist()
-        names = ("dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap")
-        return dict(zip(names, (trimmed / count, full / count, overlap / count), strict=True))
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        return self.target.model.dtype
-
-    def dev_speed(self, trained: Trained) -> dict:
-        """Measured speedup on dev prompts, k chosen on them by predicted speedup as the evaluation does."""
-        draft = trained.draft.to(self.dtype)
-        drafter = ModelDrafter(draft, trained.head, half_weights=False)
-        common = {"max_new_tokens": SPEED_TOKENS, "allowed_token_ids": range(self.vocabulary)}
-        costs = measure_costs(self.target.model, drafter, DRAFT_LENGTHS, COST_CONTEXT_TOKENS, COST_REPEATS)
-        answers = sorted(self.dev, key=lambda answer: fingerprint(answer.prompt_id))[:SPEED_PROMPTS]
-        longest = Decoder(self.target.model, drafter, DecodeConfig(draft_length=DRAFT_LENGTHS[-1], **common))
-        rounds = [time_one(longest, answer.prompt_ids.tolist(), 0).sequence.rounds for answer in answers]
-        counts = [[(block.accepted, block.drafted) for block in blocks] for blocks in rounds]
-        by_position = acceptance_by_position(counts, DRAFT_LENGTHS[-1])
-        k = best_draft_length(by_position, DRAFT_LENGTHS, costs)
-        engine = Engine(self.target.model, DecodeConfig(draft_length=k, **common))
-        engine.add("plain", None)
-        engine.add("draft", drafter)
-        requests, _ = time_candidates(engine, answers, lambda answer: ["draft"], 0, "dev speedup")
-        drafted, accepted = (sum(sum(getattr(r, name)) for r in requests) for name in ("drafted", "accepted"))
-        return {
-            "dev_speedup": sum(r.plain_seconds for r in requests) / sum(r.seconds for r in requests),
-            "draft_length": k,
-            "cost_ratio": costs.cost_ratio,
-            "acceptance_rate": accepted / drafted,
-        }
-
-
-class Results:
-    """Rows of one table on disk, each under the fingerprint of what it depends on."""
-
-    def __init__(self, table: str, settings: dict) -> None:
-        self.path = RESULTS / f"distill_{table}.json"
-        self.settings = settings
-        try:
-            kept = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
-        except FileNotFoundError:
-            kept = []
-        self.rows = {row["key"]: row for row in kept}
-
-    def row(self, name: str, facts: dict, measure: Callable[[], dict]) -> dict:
-        """The row called `name`: the one on disk if it was measured from the same `facts`, else measured now."""
-        key = fingerprint(name, facts, self.settings)
-        if key not in self.rows:
-            row = {"key": key, "name": name, **facts, **measure()}
-            self.rows = {k: kept for k, kept in self.rows.items() if kept["name"] != name} | {key: row}
-            self._save()
-        return self.rows[key]
-
-    def table(self, measure: Callable[[], list[dict]], name: str) -> list[dict]:
-        """All rows at once, from the disk if they are all there."""
-        key = fingerprint(self.settings)
-        if not self.rows or any(row["key"] != key for row in self.rows.values()):
-            self.rows = {row[name]: {"key": key, **row} for row in measure()}
-            self._save()
-        return list(self.rows.values())
-
-    def _save(self) -> None:
-        document = {
-            "command": f"python benchmarks/distill.py {' '.join(sys.argv[1:])}",
-            "machine": machine(),
-            "settings": self.settings,
-            "rows": list(self.rows.values()),
-        }
-        RESULTS.mkdir(exist_ok=True)
-        with atomic_path(self.path) as temporary:
-            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-
-
-def show(rows: list[dict], columns: list[str]) -> None:
-    """Print `rows` as a Markdown table."""
-    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
-    for row in rows:
-        cells = [row.get(name) for name in columns]
-        print("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)
-
-
-def _tokens(answers: list[Answer]) -> int:
-    return sum(len(answer.answer_ids) for answer in answers)
-
+TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
+LIMIT_PROMPTS = 12
+CREATIVE_TOKENS = 96
+STORAGE_TOKENS = 40_000
+STORAGE_EPOCHS = 4.0
+TRL_BETAS = (0.0, 1.0)  # forward and reverse KL
+TRL_LEARNING_RATES = (1e-4, 5e-4)
+FULL_LENGTH = 3  # so many of the screened recipes are trained at full length
 
 RECIPES: dict[str, dict] = {
     "default": {},
@@ -258,14 +61,11 @@ RECIPES: dict[str, dict] = {
     "whole head": {"sampled_rows": None},
 }
 COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap", "dev_speedup", "draft_length"]  # fmt: skip
-TRL_BETAS = (0.0, 1.0)  # forward and reverse KL
-TRL_LEARNING_RATES = (1e-4, 5e-4)
-FULL_LENGTH = 3  # so many of the screened recipes are trained at full length
 
 
 def recipes(lab: Lab, minutes: float, only: list[str] | None) -> None:
     """Screening at equal training time; the best by dev speedup are then trained for as long as the default recipe takes."""
-    results = Results("recipes", {"minutes": minutes, "train_answer_tokens": _tokens(lab.train)})
+    results = Results("recipes", {"minutes": minutes, "train_answer_tokens": tokens_of(lab.train)})
     rows = []
     for name in only or RECIPES:
         settings, layers = _variant(lab, RECIPES[name])
@@ -319,7 +119,7 @@ def data(lab: Lab, minutes: float) -> None:
     rows, size = [], len(lab.train)
     for share in (1 / 8, 1 / 4, 1 / 2, 1.0):
         chosen = sorted(lab.train, key=lambda answer: fingerprint(answer.prompt_id))[: round(share * size)]
-        facts = {**dataclasses.asdict(lab.settings), "answer_tokens": _tokens(chosen), "prompts": len(chosen)}
+        facts = {**dataclasses.asdict(lab.settings), "answer_tokens": tokens_of(chosen), "prompts": len(chosen)}
         row = results.row(
             f"{len(chosen)} prompts", facts, lambda a=chosen: lab.run_for(minutes * 60, lab.settings, train=a).figures()
         )
@@ -365,10 +165,6 @@ def memory(vocabulary: int = 49_152, width: int = 576) -> None:
     show(rows, ["name", "tokens", "chunk", "peak_mib"])
 
 
-STORAGE_TOKENS = 40_000
-STORAGE_EPOCHS = 4.0
-
-
 def storage(lab: Lab) -> None:
     """Bytes per scored token and acceptance of the forms in which the target's probabilities can be stored."""
     settings = StorageSettings(
@@ -409,15 +205,84 @@ def trl(lab: Lab, minutes: float) -> None:
 def _trl(lab: Lab, prompts: list[list[int]], minutes: float, beta: float, learning_rate: float) -> dict:
     draft = lab.initial_draft()
     row = trl_leg(draft, lab.target.model, lab.target.tokenizer, prompts, minutes * 60, learning_rate, beta)
-    return {**row, **lab.agreement(draft)}
+    return {**row, **lab.agreement(draft, lab.head(lab.train), lab.dev)}
+
+
+def domains(lab: Lab, minutes: float, generic_answers: Path) -> None:
+    """A draft distilled on the domain and one on other text, same initial draft and training time, on every domain's dev."""
+    results = Results("domains", {"minutes": minutes})
+    corpora = {lab.domain: lab.train, "generic": read_answers(generic_answers)}
+    rows = []
+    for name, train in corpora.items():
+        facts = {**dataclasses.asdict(lab.settings), "answer_tokens": tokens_of(train)}
+        rows.append(
+            results.row(
+                f"{name} draft",
+                facts,
+                lambda t=train: _by_domain(lab, lab.run_for(minutes * 60, lab.settings, train=t)),
+            )
+        )
+    show(rows, ["name", "answer_tokens", "trained_tokens", *sorted({answer.domain for answer in lab.all_dev})])
+
+
+def _by_domain(lab: Lab, trained: Trained) -> dict:
+    row = trained.figures()
+    for domain in sorted({answer.domain for answer in lab.all_dev}):
+        own = [answer for answer in lab.all_dev if answer.domain == domain]
+        row[domain] = lab.agreement(trained.draft, trained.head, own)["dev_token_acceptance"]
+    return row
+
+
+def limits(lab: Lab) -> None:
+    """The pipeline's own draft on dev prompts by temperature, and on free writing, where it should be refused."""
+    draft, head = load_draft(stage.input_path("data/draft"), lab.target)
+    models = Contestants(lab.target.model, draft, draft, head, True, range(lab.vocabulary), lab.domain)
+    results = Results("limits", {"draft": read_draft_facts(stage.input_path("data/draft"))["fingerprint"]})
+    rows = []
+    for temperature in TEMPERATURES:
+        facts = {"domain": lab.domain, "temperature": temperature}
+        rows.append(
+            results.row(
+                f"{lab.domain}, temperature {temperature:g}",
+                facts,
+                lambda t=temperature: judged(models, lab.dev, lab.domain, t, LIMIT_PROMPTS),
+            )
+        )
+    creative = creative_answers(lab.target, CREATIVE_TOKENS, len(CREATIVE_PROMPTS), lab.config.seed)
+    facts = {"domain": CREATIVE, "temperature": TEMPERATURES[-1]}
+    rows.append(
+        results.row(
+            "creative, temperature 1",
+            facts,
+            lambda: judged(models, creative, CREATIVE, TEMPERATURES[-1], LIMIT_PROMPTS),
+        )
+    )
+    show(
+        rows,
+        [
+            "name",
+            "draft_length",
+            "token_acceptance",
+            "acceptance_rate",
+            "speedup",
+            "speedup_lower",
+            "gate",
+            "failed_checks",
+        ],
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=["recipes", "data", "storage", "trl", "memory"])
+    parser.add_argument("table", choices=["recipes", "data", "storage", "trl", "memory", "domains", "limits"])
     parser.add_argument("--minutes", type=float, default=2.0, help="training time of each row")
     parser.add_argument("--only", nargs="*", choices=RECIPES, help="recipes to screen; default: all")
+    parser.add_argument(
+        "--generic-answers", type=Path, help="domains: train answers of other text, data/answers/train of a run"
+    )
     arguments = parser.parse_args()
+    if arguments.table == "domains" and not arguments.generic_answers:
+        parser.error("domains needs --generic-answers")
     if arguments.table == "memory":
         memory()
         return
@@ -430,6 +295,10 @@ def main() -> None:
         storage(lab)
     elif arguments.table == "trl":
         trl(lab, arguments.minutes)
+    elif arguments.table == "domains":
+        domains(lab, arguments.minutes, arguments.generic_answers)
+    elif arguments.table == "limits":
+        limits(lab)
 
 
 if __name__ == "__main__":

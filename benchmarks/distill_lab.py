@@ -1,0 +1,229 @@
+"""What the tables of benchmarks/distill.py share: a draft trained and judged, and rows that are kept once measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from omegaconf import OmegaConf
+from transformers import PreTrainedModel
+
+from pipeline import stage
+from pipeline.adapters.answer_files import read_answers, read_facts
+from pipeline.adapters.targets import Target
+from pipeline.adapters.trainer import distill
+from pipeline.core.answers import Answer
+from pipeline.core.artifacts import atomic_path, fingerprint
+from pipeline.core.batches import AnswerBatches
+from pipeline.core.comparison import machine
+from pipeline.core.cost_measurement import measure_costs
+from pipeline.core.cost_model import best_draft_length
+from pipeline.core.decoding import DecodeConfig, Decoder
+from pipeline.core.drafters import ModelDrafter
+from pipeline.core.evaluation import Engine, time_candidates, time_one
+from pipeline.core.losses import forward_kl
+from pipeline.core.metrics import acceptance_by_position
+from pipeline.core.objective import Objective
+from pipeline.core.pruning import keep_layers
+from pipeline.core.training import DistillConfig
+from pipeline.core.vocabulary import domain_token_ids
+from pipeline.distill import Config
+
+RESULTS = Path(__file__).parent / "results"
+PROBE_EPOCHS = 0.1  # trained to learn a variant's speed
+EVALUATIONS = 2
+DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6]
+COST_CONTEXT_TOKENS, COST_REPEATS = 256, 15
+SPEED_PROMPTS, SPEED_TOKENS = 8, 64
+
+
+@dataclass
+class Trained:
+    """A draft with what its training took."""
+
+    draft: PreTrainedModel
+    head: list[int]
+    history: list[dict]
+    seconds: float
+
+    @property
+    def best(self) -> dict:
+        """The history's row of the best dev token acceptance."""
+        return max(
+            (row for row in self.history if "dev_token_acceptance" in row), key=lambda row: row["dev_token_acceptance"]
+        )
+
+    def figures(self) -> dict:
+        dev = {name: value for name, value in self.best.items() if name.startswith("dev_")}
+        tokens = self.history[-1]["tokens"]
+        return {"trained_tokens": tokens, "seconds": self.seconds, "tokens_per_second": tokens / self.seconds, **dev}
+
+
+class Lab:
+    """The target, its answers and the values of params.yaml, and how a draft is trained and judged with them."""
+
+    def __init__(self) -> None:
+        self.config = stage.typed_config(OmegaConf.load(stage.input_path("params.yaml")), Config)
+        self.target = Target(self.config.target, stage.input_path(""))
+        facts = read_facts(stage.input_path("data/answers/train"))
+        self.train = read_answers(stage.input_path("data/answers/train"))
+        self.all_dev = read_answers(stage.input_path("data/answers/dev"))
+        self.domain = facts["target_domain"]
+        self.dev = [answer for answer in self.all_dev if answer.domain == self.domain]
+        self.warm = False
+
+    @property
+    def vocabulary(self) -> int:
+        return self.target.vocabulary_size
+
+    @property
+    def settings(self) -> DistillConfig:
+        return self.config.distill
+
+    def initial_draft(self, layers: list[int] | None = None) -> PreTrainedModel:
+        return keep_layers(self.target.model, layers or self.config.draft.keep_layers).float()
+
+    def run(
+        self,
+        settings: DistillConfig,
+        layers: list[int] | None = None,
+        train: list[Answer] | None = None,
+        dev: list[Answer] | None = None,
+        reference: PreTrainedModel | None = None,
+    ) -> Trained:
+        train = train or self.train
+        head = self.head(train)
+        draft = self.initial_draft(layers)
+        online = self.target.model if settings.target == "online" else None
+        started = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            history = distill(
+                draft,
+                train,
+                dev or self.dev,
+                head,
+                settings,
+                self.config.seed,
+                Path(folder) / "checkpoints",
+                vocabulary=self.vocabulary,
+                target=online,
+                reference=reference,
+            )
+        return Trained(draft, head, history, time.perf_counter() - started)
+
+    def run_for(self, seconds: float, settings: DistillConfig, **options) -> Trained:
+        """Train for about `seconds`, as many epochs as that allows, to the end of the schedule."""
+        probe = dataclasses.replace(settings, epochs=PROBE_EPOCHS, evaluations=1)
+        if not self.warm:
+            self.run(probe, dev=self.dev[:1], **options)  # the first run makes kernels for its shapes
+            self.warm = True
+        probed = self.run(probe, dev=self.dev[:1], **options)
+        epochs = PROBE_EPOCHS * seconds / probed.seconds
+        return self.run(dataclasses.replace(settings, epochs=epochs, evaluations=EVALUATIONS), **options)
+
+    def head(self, train: list[Answer]) -> list[int]:
+        """The trimmed head of a draft that is trained on `train`."""
+        size, eos = self.settings.head_tokens, self.target.eos_token_ids
+        return domain_token_ids(train, size, eos, range(self.vocabulary))
+
+    def agreement(self, draft: PreTrainedModel, head: list[int], answers: list[Answer]) -> dict:
+        """Token acceptance of a trained draft on `answers`."""
+        options = {"sampled_rows": None, "chunk_tokens": self.settings.chunk_tokens}
+        objective = Objective(forward_kl, torch.tensor(head), self.vocabulary, **options)
+        batches = AnswerBatches(answers, head, self.settings.tokens_per_forward, self.config.seed)
+        count, trimmed, full, overlap = sum(
+            objective.agreement(draft, batches[i]) for i in range(len(batches))
+        ).tolist()
+        names = ("dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap")
+        return dict(zip(names, (trimmed / count, full / count, overlap / count), strict=True))
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        return self.target.model.dtype
+
+    def dev_speed(self, trained: Trained) -> dict:
+        """Measured speedup on dev prompts, k chosen on them by predicted speedup as the evaluation does."""
+        draft = trained.draft.to(self.dtype)
+        drafter = ModelDrafter(draft, trained.head, half_weights=False)
+        common = {"max_new_tokens": SPEED_TOKENS, "allowed_token_ids": range(self.vocabulary)}
+        costs = measure_costs(self.target.model, drafter, DRAFT_LENGTHS, COST_CONTEXT_TOKENS, COST_REPEATS)
+        answers = sorted(self.dev, key=lambda answer: fingerprint(answer.prompt_id))[:SPEED_PROMPTS]
+        longest = Decoder(self.target.model, drafter, DecodeConfig(draft_length=DRAFT_LENGTHS[-1], **common))
+        rounds = [time_one(longest, answer.prompt_ids.tolist(), 0).sequence.rounds for answer in answers]
+        counts = [[(block.accepted, block.drafted) for block in blocks] for blocks in rounds]
+        by_position = acceptance_by_position(counts, DRAFT_LENGTHS[-1])
+        k = best_draft_length(by_position, DRAFT_LENGTHS, costs)
+        engine = Engine(self.target.model, DecodeConfig(draft_length=k, **common))
+        engine.add("plain", None)
+        engine.add("draft", drafter)
+        requests, _ = time_candidates(engine, answers, lambda answer: ["draft"], 0, "dev speedup")
+        drafted, accepted = (sum(sum(getattr(r, name)) for r in requests) for name in ("drafted", "accepted"))
+        return {
+            "dev_speedup": sum(r.plain_seconds for r in requests) / sum(r.seconds for r in requests),
+            "draft_length": k,
+            "cost_ratio": costs.cost_ratio,
+            "acceptance_rate": accepted / drafted,
+        }
+
+
+class Results:
+    """Rows of one table on disk, each under the fingerprint of what it depends on."""
+
+    def __init__(self, table: str, settings: dict) -> None:
+        """`settings`: what every row depends on."""
+        self.path = RESULTS / f"distill_{table}.json"
+        self.settings = settings
+        try:
+            kept = json.loads(self.path.read_text(encoding="utf-8"))["rows"]
+        except FileNotFoundError:
+            kept = []
+        self.rows = {row["key"]: row for row in kept}
+
+    def row(self, name: str, facts: dict, measure: Callable[[], dict]) -> dict:
+        """The row called `name`: the one on disk if it was measured from the same `facts`, else measured now."""
+        key = fingerprint(name, facts, self.settings)
+        if key not in self.rows:
+            row = {"key": key, "name": name, **facts, **measure()}
+            self.rows = {k: kept for k, kept in self.rows.items() if kept["name"] != name} | {key: row}
+            self._save()
+        return self.rows[key]
+
+    def table(self, measure: Callable[[], list[dict]], name: str) -> list[dict]:
+        """All rows at once, from the disk if they are all there."""
+        key = fingerprint(self.settings)
+        if not self.rows or any(row["key"] != key for row in self.rows.values()):
+            self.rows = {row[name]: {"key": key, **row} for row in measure()}
+            self._save()
+        return list(self.rows.values())
+
+    def _save(self) -> None:
+        document = {
+            "command": f"python benchmarks/distill.py {' '.join(sys.argv[1:])}",
+            "machine": machine(),
+            "settings": self.settings,
+            "rows": list(self.rows.values()),
+        }
+        RESULTS.mkdir(exist_ok=True)
+        with atomic_path(self.path) as temporary:
+            temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def tokens_of(answers: list[Answer]) -> int:
+    """Answer tokens, prompts left out."""
+    return sum(len(answer.answer_ids) for answer in answers)
+
+
+def show(rows: list[dict], columns: list[str]) -> None:
+    """Print `rows` as a Markdown table."""
+    print("| " + " | ".join(columns) + " |\n|" + " --- |" * len(columns))
+    for row in rows:
+        cells = [row.get(name) for name in columns]
+        print("| " + " | ".join(f"{c:.3f}" if isinstance(c, float) else str(c) for c in cells) + " |", flush=True)

@@ -1,0 +1,64 @@
+"""The distillation benchmark's tables run on the tiny model, keep each row, and go on where they were interrupted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from clone import checked
+from script import load
+
+
+def table(clone: Path, name: str, *arguments: str) -> tuple[dict, str]:
+    """The results and the printed text of one table."""
+    printed = checked([sys.executable, "benchmarks/distill.py", name, *arguments], clone, PYTHONPATH=str(clone))
+    return json.loads((clone / f"benchmarks/results/distill_{name}.json").read_text(encoding="utf-8")), printed
+
+
+def test_recipes_are_measured_once_and_the_missing_ones_added(clone):
+    first, printed = table(clone, "recipes", "--minutes", "0.02", "--only", "default")
+    (row,) = first["rows"]
+    assert row["name"] == "default" and row["tokens_per_second"] > 0 and "| default |" in printed
+    assert 0 <= row["dev_token_acceptance"] <= 1 and row["dev_speedup"] > 0 and row["layers"] == [0, 3]
+    both, _ = table(clone, "recipes", "--minutes", "0.02", "--only", "default", "loss: LK hybrid")
+    assert both["rows"][0] == row
+    assert both["rows"][1]["loss"] == "lk_hybrid"
+    assert first["machine"] and "benchmarks/distill.py recipes" in first["command"]
+
+
+def test_the_limits_say_what_the_gate_decided(clone):
+    found, printed = table(clone, "limits")
+    names = [row["name"] for row in found["rows"]]
+    assert names[0] == "legal, temperature 0" and names[-1].startswith("creative") and len(names) == 5
+    for row in found["rows"]:
+        assert row["gate"] in ("passed", "refused") and (row["gate"] == "refused") == bool(row["failed_checks"])
+        assert 0 <= row["token_acceptance"] <= 1 and row["draft_length"] >= 1
+
+
+def test_a_domain_draft_stands_beside_a_generic_one(clone):
+    answers = "data/answers/dev"  # any folder of answers
+    found, _ = table(clone, "domains", "--minutes", "0.02", "--generic-answers", answers)
+    assert [row["name"] for row in found["rows"]] == ["legal draft", "generic draft"]
+    for row in found["rows"]:
+        assert all(0 <= row[domain] <= 1 for domain in ("legal", "code", "conversation"))
+
+
+def test_a_row_is_measured_again_only_when_what_it_depends_on_changed(tmp_path, monkeypatch):
+    lab = load("distill_lab")
+    monkeypatch.setattr(lab, "RESULTS", tmp_path)
+    calls: list[str] = []
+
+    def measure() -> dict:
+        calls.append("measured")
+        return {"value": len(calls)}
+
+    assert lab.Results("x", {"minutes": 1}).row("a", {"rate": 1}, measure)["value"] == 1
+    assert lab.Results("x", {"minutes": 1}).row("a", {"rate": 1}, measure)["value"] == 1
+    assert lab.Results("x", {"minutes": 1}).row("a", {"rate": 2}, measure)["value"] == 2
+    assert [row["value"] for row in lab.Results("x", {"minutes": 1}).rows.values()] == [2]
+    assert lab.Results("x", {"minutes": 2}).row("a", {"rate": 2}, measure)["value"] == 3
+    with pytest.raises(ZeroDivisionError):
+        lab.Results("x", {"minutes": 1}).row("b", {}, lambda: 1 // 0)
+    assert len(lab.Results("x", {"minutes": 2}).rows) == 1, "a row that failed leaves nothing"
