@@ -6,6 +6,7 @@ Called by the domains and limits tables of benchmarks/distill.py. Golden prompts
 from __future__ import annotations
 
 import dataclasses
+import json
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -33,10 +34,14 @@ NOT_TIMED = {"timed_prompts_other": 0, "baseline_prompts": 0, "reference_prompts
 
 def creative_answers(target: Target, new_tokens: int, slots: int, seed: int) -> list[Answer]:
     """The target's greedy answers to `CREATIVE_PROMPTS`."""
-    rows = [{"messages": [{"role": "user", "content": text}], "text": None} for text in CREATIVE_PROMPTS]
+    names = [f"{CREATIVE}-{index}" for index in range(len(CREATIVE_PROMPTS))]
+    rows = [
+        {"prompt_id": name, "text": None, "messages": json.dumps([{"role": "user", "content": text}])}
+        for name, text in zip(names, CREATIVE_PROMPTS, strict=True)
+    ]
+    encoded = encode_prompts(target.tokenizer, rows, None)
     prompts = [
-        EncodedPrompt(f"{CREATIVE}-{index}", CREATIVE, "instruction", f"{CREATIVE}-{index}", ids)
-        for index, ids in enumerate(encode_prompts(target.tokenizer, rows, None))
+        EncodedPrompt(name, CREATIVE, "instruction", name, ids) for name, ids in zip(names, encoded, strict=True)
     ]
     config = DecodeConfig(
         draft_length=1,
