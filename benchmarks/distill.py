@@ -57,7 +57,7 @@ RECIPES: dict[str, dict] = {
     "4 layers: first 2, last 2": {"layers": (2, 2)},
     "embeddings trained too": {"freeze_embeddings": False},
     "answers alone, no prompts": {"train_on_prompts": False},
-    "trimmed head alone": {"sampled_rows": 1},
+    "trimmed head alone": {"sampled_rows": 0},
     "whole head": {"sampled_rows": None},
 }
 COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap", "dev_speedup", "draft_length"]  # fmt: skip
@@ -65,7 +65,7 @@ COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_accep
 
 def recipes(lab: Lab, minutes: float, only: list[str] | None) -> None:
     """Screening at equal training time; the best by dev speedup are then trained for as long as the default recipe takes."""
-    results = Results("recipes", {"minutes": minutes, "train_answer_tokens": tokens_of(lab.train)})
+    results = Results("recipes", {"minutes": minutes, "train_answer_tokens": tokens_of(lab.train), **lab.facts})
     rows = []
     for name in only or RECIPES:
         settings, layers = _variant(lab, RECIPES[name])
@@ -115,7 +115,7 @@ def _judged(lab: Lab, trained: Trained) -> dict:
 
 def data(lab: Lab, minutes: float) -> None:
     """Dev token acceptance against distinct answer tokens, at equal training time, and what the curve predicts for more."""
-    results = Results("data", {"minutes": minutes})
+    results = Results("data", {"minutes": minutes, **lab.facts})
     rows, size = [], len(lab.train)
     for share in (1 / 8, 1 / 4, 1 / 2, 1.0):
         chosen = sorted(lab.train, key=lambda answer: fingerprint(answer.prompt_id))[: round(share * size)]
@@ -174,14 +174,14 @@ def storage(lab: Lab) -> None:
         distill=dataclasses.replace(lab.settings, epochs=STORAGE_EPOCHS, evaluations=EVALUATIONS),
         seed=lab.config.seed,
     )
-    results = Results("storage", {"tokens": STORAGE_TOKENS, "epochs": STORAGE_EPOCHS})
+    results = Results("storage", {"tokens": STORAGE_TOKENS, "epochs": STORAGE_EPOCHS, **lab.facts})
     rows = results.table(lambda: storage_table(lab.target, lab.train, lab.dev, lab.initial_draft, settings), "form")
     show(rows, ["form", "entries", "bytes_per_token", "stored_mass", "dev_token_acceptance", "points_below_full"])
 
 
 def trl(lab: Lab, minutes: float) -> None:
     """Ours against TRL's DistillationTrainer: same initial draft, same train prompts, same wall-clock budget."""
-    results = Results("trl", {"minutes": minutes})
+    results = Results("trl", {"minutes": minutes, **lab.facts})
     rows = [results.row("ours", {}, lambda: lab.run_for(minutes * 60, lab.settings).figures())]
     prompts = [answer.prompt_ids.tolist() for answer in lab.train]
     for beta in TRL_BETAS:
@@ -210,7 +210,7 @@ def _trl(lab: Lab, prompts: list[list[int]], minutes: float, beta: float, learni
 
 def domains(lab: Lab, minutes: float, generic_answers: Path) -> None:
     """A draft distilled on the domain and one on other text, same initial draft and training time, on every domain's dev."""
-    results = Results("domains", {"minutes": minutes})
+    results = Results("domains", {"minutes": minutes, **lab.facts})
     corpora = {lab.domain: lab.train, "generic": read_answers(generic_answers)}
     rows = []
     for name, train in corpora.items():
@@ -237,7 +237,8 @@ def limits(lab: Lab) -> None:
     """The pipeline's own draft on dev prompts by temperature, and on free writing, where it should be refused."""
     draft, head = load_draft(stage.input_path("data/draft"), lab.target)
     models = Contestants(lab.target.model, draft, draft, head, True, range(lab.vocabulary), lab.domain)
-    results = Results("limits", {"draft": read_draft_facts(stage.input_path("data/draft"))["fingerprint"]})
+    made = read_draft_facts(stage.input_path("data/draft"))
+    results = Results("limits", {"draft": made["fingerprint"], **lab.facts})
     rows = []
     for temperature in TEMPERATURES:
         facts = {"domain": lab.domain, "temperature": temperature}

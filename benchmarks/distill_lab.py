@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
 from pipeline import stage
-from pipeline.adapters.answer_files import read_answers, read_facts
+from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.targets import Target
 from pipeline.adapters.trainer import distill
 from pipeline.core.answers import Answer
-from pipeline.core.artifacts import atomic_path, fingerprint
+from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
 from pipeline.core.batches import AnswerBatches
 from pipeline.core.comparison import machine
 from pipeline.core.cost_measurement import measure_costs
@@ -31,6 +31,7 @@ from pipeline.core.drafters import ModelDrafter
 from pipeline.core.evaluation import Engine, time_candidates, time_one
 from pipeline.core.losses import forward_kl
 from pipeline.core.metrics import acceptance_by_position
+from pipeline.core.models import cast_parameters
 from pipeline.core.objective import Objective
 from pipeline.core.pruning import keep_layers
 from pipeline.core.training import DistillConfig
@@ -79,6 +80,13 @@ class Lab:
         self.domain = facts["target_domain"]
         self.dev = [answer for answer in self.all_dev if answer.domain == self.domain]
         self.warm = False
+
+    @cached_property
+    def facts(self) -> dict:
+        """What every trained row depends on beside its own settings, as fingerprints."""
+        files = [path for split in ("train", "dev") for path in shards(stage.input_path(f"data/answers/{split}"))]
+        answers = fingerprint([fingerprint_files([path]) for path in files])
+        return {"configuration": fingerprint(dataclasses.asdict(self.config)), "answers": answers}
 
     @property
     def vocabulary(self) -> int:
@@ -151,7 +159,7 @@ class Lab:
 
     def dev_speed(self, trained: Trained) -> dict:
         """Measured speedup on dev prompts, k chosen on them by predicted speedup as the evaluation does."""
-        draft = trained.draft.to(self.dtype)
+        draft = cast_parameters(trained.draft, self.dtype)
         drafter = ModelDrafter(draft, trained.head, half_weights=False)
         common = {"max_new_tokens": SPEED_TOKENS, "allowed_token_ids": range(self.vocabulary)}
         costs = measure_costs(self.target.model, drafter, DRAFT_LENGTHS, COST_CONTEXT_TOKENS, COST_REPEATS)
@@ -191,7 +199,7 @@ class Results:
         """The row called `name`: the one on disk if it was measured from the same `facts`, else measured now."""
         key = fingerprint(name, facts, self.settings)
         if key not in self.rows:
-            row = {"key": key, "name": name, **facts, **measure()}
+            row = {"key": key, "name": name, **facts, **measure(), "machine": machine()}
             self.rows = {k: kept for k, kept in self.rows.items() if kept["name"] != name} | {key: row}
             self._save()
         return self.rows[key]
@@ -200,14 +208,13 @@ class Results:
         """All rows at once, from the disk if they are all there."""
         key = fingerprint(self.settings)
         if not self.rows or any(row["key"] != key for row in self.rows.values()):
-            self.rows = {row[name]: {"key": key, **row} for row in measure()}
+            self.rows = {row[name]: {"key": key, **row, "machine": machine()} for row in measure()}
             self._save()
         return list(self.rows.values())
 
     def _save(self) -> None:
         document = {
             "command": f"python benchmarks/distill.py {' '.join(sys.argv[1:])}",
-            "machine": machine(),
             "settings": self.settings,
             "rows": list(self.rows.values()),
         }

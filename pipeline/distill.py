@@ -27,6 +27,7 @@ from pipeline.adapters.drafts import (
     check_frozen_embeddings,
     initial_draft,
     load_draft,
+    read_draft_facts,
     save_draft,
     start_fingerprint,
 )
@@ -42,6 +43,8 @@ from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
 from pipeline.stage import cache_path, execute, input_path, output_path, typed_config, write_effective_config
+
+FINISHED = "finished"  # an empty file in the resumable state of a run that has written its results
 
 
 @dataclass
@@ -100,7 +103,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
                 write_effective_config(folder, config)
             write_history(output_path("data/distill/history.csv"), history)
     if processes.is_main_process:
-        shutil.rmtree(checkpoints)
+        _let_go_of_others(checkpoints)
     processes.wait_for_everyone()
 
 
@@ -116,8 +119,21 @@ def _checkpoints(config: Config, start: DraftConfig, target: Target, facts: dict
     """The folder of resumable state, named by all that it depends on."""
     settings = (asdict(config.distill), asdict(start), start_fingerprint(start, target, input_path("")), config.seed)
     files = [path for split in ("train", "dev") for path in shards(input_path(f"data/answers/{split}"))]
-    parts = (facts, [fingerprint_files([path]) for path in files], *settings, *launch)
+    reference = config.distill.reference_draft
+    taught_by = read_draft_facts(input_path(reference))["fingerprint"] if reference else None
+    parts = (facts, [fingerprint_files([path]) for path in files], *settings, taught_by, *launch)
     return cache_path("distill", fingerprint(*parts))
+
+
+def _let_go_of_others(finished: Path) -> None:
+    """Mark the state of a finished run and remove that of earlier ones.
+
+    Its own stays until the next run has finished: a kill before DVC has taken note of the results costs no training.
+    """
+    for folder in finished.parent.iterdir():
+        if folder != finished and (folder / FINISHED).exists():
+            shutil.rmtree(folder)
+    (finished / FINISHED).touch()
 
 
 def _with_layers(

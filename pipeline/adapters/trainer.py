@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import DataLoader
 from tqdm import tqdm
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from pipeline.adapters.processes import join, sharding
@@ -126,6 +126,23 @@ class DraftTrainer(Trainer):
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
+
+
+class _EarlyStop(TrainerCallback):
+    """Ends training once `patience` evaluations in a row were no better than the best before them.
+
+    Counted from the history, which a checkpoint holds, so that a resumed run ends where the straight one does.
+    """
+
+    def __init__(self, patience: int) -> None:
+        self.patience = patience
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        found = [entry["eval_token_acceptance"] for entry in state.log_history if "eval_token_acceptance" in entry]
+        if found and len(found) - 1 - found.index(max(found)) >= self.patience:
+            control.should_training_stop = True
+
+    on_train_begin = on_evaluate
 
 
 class _FiniteGradients(TrainerCallback):
@@ -284,7 +301,7 @@ def _trainer(
         callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
     )
     if patience:
-        trainer.add_callback(EarlyStoppingCallback(patience))
+        trainer.add_callback(_EarlyStop(patience))
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -310,10 +327,11 @@ class _Plan:
 
 def _plan(config: DistillConfig, batches: AnswerBatches, processes: int) -> _Plan:
     wanted = config.tokens_per_step / config.tokens_per_forward / processes
-    accumulation = min(math.ceil(len(batches) / processes), max(1, round(wanted)))
-    per_step = accumulation * processes
-    steps = math.ceil(config.epochs * len(batches) / per_step)
-    tokens_per_step = batches.padded_tokens / len(batches) * per_step
+    passes = math.ceil(len(batches) / processes)  # of each process in an epoch
+    accumulation = min(passes, max(1, round(wanted)))
+    steps_per_epoch = math.ceil(passes / accumulation)  # the Trainer ends an epoch with a short step
+    steps = math.ceil(config.epochs * steps_per_epoch)
+    tokens_per_step = batches.padded_tokens / steps_per_epoch
     return _Plan(steps, accumulation, tokens_per_step, max(1, math.ceil(steps / config.evaluations)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from pipeline.core.errors import PipelineError
 from pipeline.core.sampling import Sampling
 
+MASS_ROUNDING = 5e-3  # of a sum of probabilities that were stored in half precision
 ROUNDING = 1e-3  # a log-probability may come out this much above 0
 
 
@@ -113,6 +114,10 @@ def check_entries(answer: Answer, vocabulary_size: int) -> None:
             fault = "an id twice for one token"
         elif not (np.isfinite(logprobs) & (logprobs < ROUNDING)).all():
             fault = "log-probabilities that are above 0 or not finite"
+        elif (np.exp(logprobs).sum(axis=-1) > 1 + MASS_ROUNDING).any():
+            fault = "more probability than 1"
+        elif (logprobs[:, 1:] > logprobs[:, :-1]).any():
+            fault = "a more probable entry after a less probable one"
         else:
             continue
         raise PipelineError(

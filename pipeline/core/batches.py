@@ -7,6 +7,8 @@ that batches have few distinct shapes: kernels that are made for a shape are mad
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from transformers import PreTrainedModel
 
 from pipeline.core.answers import Answer
 from pipeline.core.errors import PipelineError
+
+logger = logging.getLogger(__name__)
 
 WIDTH_STEP = 16  # the length of a batch is a multiple of this many tokens
 COUNT_STEP = 64  # the output head runs on a multiple of this many positions
@@ -46,6 +50,7 @@ class AnswerBatches(Dataset):
     ) -> None:
         self.prompts = prompts
         self.max_positions = max_positions
+        answers = _fitting(answers, max_positions)
         rng = np.random.default_rng(seed)
         order = sorted(rng.permutation(len(answers)), key=lambda i: _length(answers[i]))
         self.groups: list[list[Answer]] = [[]]
@@ -108,6 +113,21 @@ class AnswerBatches(Dataset):
         """The stored entries `name` of the scored tokens, [n, top]."""
         parts = (f"prompt_{name}", name) if self.prompts else (name,)
         return np.concatenate([getattr(answer, part) for answer in group for part in parts])
+
+
+def _fitting(answers: list[Answer], max_positions: int | None) -> list[Answer]:
+    """Those that the model has positions for; the others are counted in a warning."""
+    fitting = [answer for answer in answers if max_positions is None or _length(answer) <= max_positions]
+    if not fitting:
+        raise PipelineError(
+            f"None of {len(answers)} answers with its prompt fits into the draft's {max_positions} positions.",
+            "choose a draft with a longer context, or lower generate.max_new_tokens.",
+        )
+    if len(fitting) < len(answers):
+        logger.warning(
+            "%d answers exceed the draft's %d positions: left out", len(answers) - len(fitting), max_positions
+        )
+    return fitting
 
 
 def _length(answer: Answer) -> int:

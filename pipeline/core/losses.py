@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SMALLEST_MASS = 1e-6  # of a tail bucket, so that its logarithm and gradient stay finite
+SMALLEST_MASS = 1e-6  # of the target's tail bucket, so that its logarithm stays finite
 LOG_ABSENT = -1e4  # log-probability of an entry that neither side has: exp gives an exact 0, differences stay finite
 LK_HYBRID_RATE = 3.0
 
@@ -95,14 +95,19 @@ def divergence(name: str, beta: float) -> Divergence:
     return DIVERGENCES[name]
 
 
-def top_and_tail(top_logprobs: Tensor, log_q_top: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
+def top_and_tail(top_logprobs: Tensor, log_q_top: Tensor, log_q_rest: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
     """The target's stored top and a bucket for all else, for both sides: log p and log q, [tokens, top + 1] float32.
 
     top_logprobs  [tokens, top] the target's log-probabilities of its stored entries
     log_q_top     [tokens, top] the draft's log-probabilities of the same entries
+    log_q_rest    [tokens, 1] the draft's log-probability of all other tokens together
     present       bool [tokens, top] false where the draft cannot name the entry: its mass counts as the target's tail
     """
     log_p = top_logprobs.float().masked_fill(~present, LOG_ABSENT)
     log_q = log_q_top.float().masked_fill(~present, LOG_ABSENT)
-    tails = [(1 - logs.exp().sum(dim=-1, keepdim=True)).clamp(min=SMALLEST_MASS).log() for logs in (log_p, log_q)]
-    return torch.cat([log_p, tails[0]], dim=-1), torch.cat([log_q, tails[1]], dim=-1)
+    rest = 1 - log_p.exp().sum(dim=-1, keepdim=True)
+    nothing = (
+        log_q_rest.detach().float().clamp(max=math.log(SMALLEST_MASS))
+    )  # a tail of rounding errors: q's, if small too
+    log_p_rest = torch.where(rest > SMALLEST_MASS, rest.clamp(min=SMALLEST_MASS).log(), nothing)
+    return torch.cat([log_p, log_p_rest], dim=-1), torch.cat([log_q, log_q_rest.float()], dim=-1)

@@ -7,6 +7,7 @@ for one chunk only: memory does not grow with batch x length x vocabulary (the f
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 
 from pipeline.core.batches import answer_hidden
 from pipeline.core.losses import Divergence, top_and_tail
+
+LOG_NOTHING = 25.0  # so far below the largest logit lies a column that stands for no mass
 
 ChunkLoss = Callable[[slice, Tensor, Tensor, Tensor | None], Tensor]
 
@@ -94,13 +97,20 @@ class Head:
     exact: int  # columns before the sampled ones
     correction: float  # log(remaining rows / sampled rows)
 
-    def log_normaliser(self, logits: Tensor) -> Tensor:
-        """log sum exp over the whole head, [tokens, 1] float32, from `logits` [tokens, columns]."""
-        exact = logits[:, : self.exact].float().logsumexp(dim=-1, keepdim=True)
+    def log_mass_without(self, logits: Tensor, left_out: Tensor) -> Tensor:
+        """log sum exp over the whole head but for the columns `left_out`, [tokens, 1] float32.
+
+        logits [tokens, columns]; left_out int64 [tokens, any], `exact` where there is none. Summed without them, not as a
+        difference, so that little mass keeps its value and its gradient.
+        """
+        columns = F.pad(logits[:, : self.exact].float(), (0, 1), value=-math.inf)
+        rest = columns.scatter(-1, left_out, -math.inf)
+        rest[:, -1] = logits.detach().float().amax(dim=-1) - LOG_NOTHING  # else the sum over no column at all is -inf
+        mass = rest.logsumexp(dim=-1, keepdim=True)
         if logits.shape[1] == self.exact:
-            return exact
+            return mass
         sampled = logits[:, self.exact :].float().logsumexp(dim=-1, keepdim=True) + self.correction
-        return torch.logaddexp(exact, sampled)
+        return torch.logaddexp(mass, sampled)
 
 
 class Objective:
@@ -196,9 +206,11 @@ class Objective:
         index = batch["top_ids"][part] if self.whole else batch["top_index"][part]
         present = (index >= 0) & (index < len(self.columns))
         chosen = logits.gather(-1, index.masked_fill(~present, 0)).float()
-        return self.draft_loss(
-            *top_and_tail(batch["top_logprobs"][part], chosen - head.log_normaliser(logits), present)
-        )
+        rest = head.log_mass_without(logits, index.masked_fill(~present, head.exact))
+        named = chosen.masked_fill(~present, -math.inf)
+        normaliser = torch.cat([named, rest], dim=-1).logsumexp(dim=-1, keepdim=True)
+        top_logprobs = batch["top_logprobs"][part]
+        return self.draft_loss(*top_and_tail(top_logprobs, chosen - normaliser, rest - normaliser, present))
 
     @torch.no_grad()
     def _token_weights(self, batch: dict[str, Tensor], chunk_loss: ChunkLoss, hidden: Tensor, head: Head) -> Tensor:

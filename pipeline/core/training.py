@@ -63,8 +63,10 @@ class DistillConfig:
     jensen_shannon_beta: float  # loss=jensen_shannon: 0 is forward KL, 1 reverse KL
     kl_temperature: float  # of both distributions inside the loss; other than 1 needs target=online
     target: str  # stored: probabilities of data/answers; online: the target runs beside the draft
-    sampled_rows: int | None  # rows of the head outside the trimmed one, drawn for each step; null: all of them
-    selected_share: float  # of a batch's tokens that are trained, those with most left to learn; 1: all
+    sampled_rows: (
+        int | None
+    )  # rows of the head outside the trimmed one, drawn for each step; null, or target=online: all of them
+    selected_share: float  # of a forward pass's tokens that are trained, those with most left to learn; 1: all
     reference_draft: str | None  # selected_share < 1: folder of a draft that shows what can be learnt
     epochs: float  # passes over the train answers
     learning_rate: float  # peak; warm-up is linear, decay a cosine to 0
@@ -91,8 +93,9 @@ class DistillConfig:
             value = getattr(self, name)
             if value is None and name in OPTIONAL_COUNTS:
                 continue
-            if value < 1:
-                raise ValueError(f"distill.{name} must be >= 1, got {value}")
+            least = 0 if name == "sampled_rows" else 1
+            if value < least:
+                raise ValueError(f"distill.{name} must be >= {least}, got {value}")
         for name, allowed in CHOICES:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"distill.{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -105,7 +108,7 @@ class DistillConfig:
                 "distill.kl_temperature other than 1 needs distill.target=online: the stored top at temperature 1 does not"
                 " say how much the rest weighs at another temperature"
             )
-        if self.selected_share < 1 and not self.reference_draft:
+        if (self.selected_share < 1) != bool(self.reference_draft):
             raise ValueError(
-                "distill.selected_share below 1 needs distill.reference_draft, the folder of a distilled draft"
+                "distill.selected_share below 1 and distill.reference_draft, the folder of a distilled draft, need each other"
             )

@@ -89,8 +89,8 @@ def test_batches_are_no_wider_than_the_model(answers):
     "change",
     [{"learning_rate": float("inf")}, {"learning_rate": 1e6}, {"warmup_share": 5.0}, {"warmup_share": -1.0},
      {"adam_beta2": 2.0}, {"weight_decay": float("nan")}, {"max_grad_norm": -1.0}, {"epochs": 0.0},
-     {"jensen_shannon_beta": 0.9999}, {"kl_temperature": 2.0}, {"selected_share": 0.5}, {"loss": "kl"},
-     {"target": "here"}, {"optimizer": "sgd"}, {"sampled_rows": 0}, {"patience": 0}, {"chunk_tokens": 0}],
+     {"jensen_shannon_beta": 0.9999}, {"kl_temperature": 2.0}, {"selected_share": 0.5}, {"reference_draft": "data/draft"}, {"loss": "kl"},
+     {"target": "here"}, {"optimizer": "sgd"}, {"sampled_rows": -1}, {"patience": 0}, {"chunk_tokens": 0}],
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=next(iter(change))):
@@ -308,6 +308,39 @@ def test_every_loss_trains_with_the_target_in_the_loop(loss, target, answers, tm
     before = mean_loss(draft, answers)
     train(draft, answers, answers[:2], config(loss=loss, target="online", epochs=6), tmp_path / "c", target=target)
     assert mean_loss(draft, answers) < 0.85 * before
+
+
+@pytest.mark.parametrize("step", [5, 7, None])
+def test_an_early_stop_comes_at_the_same_step_after_a_kill(step, target, answers, tmp_path, watched, float32):
+    """Killed between two evaluations, or (None) after the stop itself."""
+    settings = config(epochs=40, evaluations=20, patience=2, learning_rate=1e-9)
+    straight = train(keep_layers(target, [0, 3]), answers, answers[:2], settings, tmp_path / "straight")
+    if step:
+        watched.kill_at = step
+        with pytest.raises(KeyboardInterrupt):
+            train(keep_layers(target, [0, 3]), answers, answers[:2], settings, tmp_path / "killed")
+        watched.kill_at = None
+    folder = tmp_path / ("killed" if step else "straight")
+    resumed = train(keep_layers(target, [0, 3]), answers, answers[:2], settings, folder)
+    measured = [[row["step"] for row in h if "dev_token_acceptance" in row] for h in (straight, resumed)]
+    assert measured[0] == measured[1] and len(measured[0]) == 3
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_as_many_epochs_as_asked_for_are_trained(accumulated, target, answers, tmp_path, watched):
+    """Each epoch ends with a short step where the forward passes do not divide into steps."""
+    settings = config(epochs=3, tokens_per_forward=64, tokens_per_step=64 * accumulated)
+    train(keep_layers(target, [0, 3]), answers, answers[:2], settings, tmp_path / "c")
+    passes = len(AnswerBatches(answers, HEAD, 64, seed=0))
+    assert passes % 4 != 0 and len(watched.seen) == 3 * passes
+
+
+def test_answers_beyond_the_drafts_positions_are_left_out_with_a_warning(target, answers, caplog):
+    longest = max(len(a.prompt_ids) + len(a.answer_ids) - 1 for a in answers)
+    batches = AnswerBatches(answers, HEAD, 64, seed=0, max_positions=longest - 1)
+    assert sum(map(len, batches.groups)) < len(answers) and "left out" in caplog.text
+    with pytest.raises(PipelineError, match="longer context"):
+        AnswerBatches(answers, HEAD, 64, seed=0, max_positions=2)
 
 
 def test_the_8_bit_optimiser_trains(target, answers, tmp_path):

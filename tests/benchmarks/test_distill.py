@@ -25,7 +25,7 @@ def test_recipes_are_measured_once_and_the_missing_ones_added(clone):
     both, _ = table(clone, "recipes", "--minutes", "0.02", "--only", "default", "loss: LK hybrid")
     assert both["rows"][0] == row
     assert both["rows"][1]["loss"] == "lk_hybrid"
-    assert first["machine"] and "benchmarks/distill.py recipes" in first["command"]
+    assert row["machine"] and "benchmarks/distill.py recipes" in first["command"]
 
 
 def test_the_limits_say_what_the_gate_decided(clone):

@@ -22,7 +22,7 @@ FACTS = {"target": "t", "vocabulary_size": 50}
 
 def answer(ids: list[int], name: str = "a") -> Answer:
     rng = np.random.default_rng(len(ids))
-    top = np.log(rng.dirichlet(np.ones(4), size=len(ids))).astype(np.float32)
+    top = -np.sort(-np.log(rng.dirichlet(np.ones(4), size=len(ids))), axis=-1).astype(np.float32)
     index = rng.permutation(4 * len(ids)).reshape(len(ids), 4).astype(np.int32)
     return Answer(
         name, "legal", "continuation", "c", np.array([9, 9], np.int32), np.array(ids, np.int32), "eos", SAMPLING,
