@@ -44,8 +44,6 @@ from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
 from pipeline.stage import cache_path, execute, input_path, output_path, typed_config, write_effective_config
 
-FINISHED = "finished"  # an empty file in the resumable state of a run that has written its results
-
 
 @dataclass
 class Config:
@@ -103,7 +101,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
                 write_effective_config(folder, config)
             write_history(output_path("data/distill/history.csv"), history)
     if processes.is_main_process:
-        _let_go_of_others(checkpoints)
+        shutil.rmtree(checkpoints)
     processes.wait_for_everyone()
 
 
@@ -123,17 +121,6 @@ def _checkpoints(config: Config, start: DraftConfig, target: Target, facts: dict
     taught_by = read_draft_facts(input_path(reference))["fingerprint"] if reference else None
     parts = (facts, [fingerprint_files([path]) for path in files], *settings, taught_by, *launch)
     return cache_path("distill", fingerprint(*parts))
-
-
-def _let_go_of_others(finished: Path) -> None:
-    """Mark the state of a finished run and remove that of earlier ones.
-
-    Its own stays until the next run has finished: a kill before DVC has taken note of the results costs no training.
-    """
-    for folder in finished.parent.iterdir():
-        if folder != finished and (folder / FINISHED).exists():
-            shutil.rmtree(folder)
-    (finished / FINISHED).touch()
 
 
 def _with_layers(
