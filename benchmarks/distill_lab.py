@@ -147,11 +147,7 @@ class Lab:
         options = {"sampled_rows": None, "chunk_tokens": self.settings.chunk_tokens}
         objective = Objective(forward_kl, torch.tensor(head), self.vocabulary, **options)
         batches = AnswerBatches(answers, head, self.settings.tokens_per_forward, self.config.seed)
-        count, trimmed, full, overlap = sum(
-            objective.agreement(draft, batches[i]) for i in range(len(batches))
-        ).tolist()
-        names = ("dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap")
-        return dict(zip(names, (trimmed / count, full / count, overlap / count), strict=True))
+        return objective.dev_shares(draft, batches)
 
     @cached_property
     def dtype(self) -> torch.dtype:

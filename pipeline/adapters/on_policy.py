@@ -86,7 +86,7 @@ def on_policy_phase(
     )
     head = torch.tensor(head_token_ids, device=draft.device)
     measured = Objective(forward_kl, head, len(vocabulary), sampled_rows=None, chunk_tokens=config.chunk_tokens)
-    before = _agreement(draft, batches, measured)["dev_token_acceptance"]
+    before = measured.dev_shares(draft, batches)["dev_token_acceptance"]
     offline = {name: tensor.to("cpu", copy=True) for name, tensor in draft.state_dict().items()}
     prompts = [answer.prompt_ids.tolist() for answer in train]
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
@@ -94,7 +94,7 @@ def on_policy_phase(
         draft, target.model, target.tokenizer, vocabulary, prompts, config.on_policy, seed, folder
     )
     draft.requires_grad_(True)
-    found = _agreement(draft, batches, measured)
+    found = measured.dev_shares(draft, batches)
     after = found["dev_token_acceptance"]
     kept = after > before
     if not kept:
@@ -103,15 +103,6 @@ def on_policy_phase(
     logger.warning(line, before, after, "on-policy" if kept else "offline")
     history[-1] |= {**found, "on_policy_kept": int(kept)}
     return [row | {name: start[name] + row[name] for name in ("step", "tokens")} for row in history]
-
-
-def _agreement(draft: PreTrainedModel, batches: AnswerBatches, objective: Objective) -> dict[str, float]:
-    """Teacher-forced agreement on dev, under the names of the history."""
-    items = (batches[index] for index in range(len(batches)))
-    moved = ({name: tensor.to(draft.device) for name, tensor in batch.items()} for batch in items)
-    count, *sums = sum(objective.agreement(draft, batch) for batch in moved).tolist()
-    names = ("dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap")
-    return {name: value / count for name, value in zip(names, sums, strict=True)}
 
 
 def train_on_policy(

@@ -120,9 +120,7 @@ class DraftTrainer(Trainer):
             model(**self._prepare_inputs(self.dev_batches[index])).cpu() for index in range(len(self.dev_batches))
         )
         model.train()
-        count, trimmed, full, overlap = sums.tolist()
-        shares = {"token_acceptance": trimmed, "token_acceptance_full_head": full, "overlap": overlap}
-        metrics = {f"{metric_key_prefix}_{name}": value / count for name, value in shares.items()}
+        metrics = {f"{metric_key_prefix}_{name}": share for name, share in Objective.shares(sums).items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from pipeline.core.batches import answer_hidden
+from pipeline.core.batches import AnswerBatches, answer_hidden
 from pipeline.core.losses import Divergence, top_and_tail
 
 LOG_NOTHING = 25.0  # so far below the largest logit lies a column that stands for no mass
@@ -234,6 +234,20 @@ class Objective:
         hidden = answer_hidden(draft, batch)[: len(batch["query"])]
         module = draft.get_output_embeddings()
         return as_forward_of(module, functools.partial(self._head_agreement, module, batch), hidden)
+
+    @staticmethod
+    def shares(sums: Tensor) -> dict[str, float]:
+        """`agreement`, summed over batches, as shares of the tokens."""
+        count, *found = sums.tolist()
+        names = ("token_acceptance", "token_acceptance_full_head", "overlap")
+        return {name: value / count for name, value in zip(names, found, strict=True)}
+
+    def dev_shares(self, draft: PreTrainedModel, batches: AnswerBatches) -> dict[str, float]:
+        """`shares` of a draft on all of `batches`, under the names of the history."""
+        items = (batches[index] for index in range(len(batches)))
+        moved = ({name: tensor.to(draft.device) for name, tensor in batch.items()} for batch in items)
+        found = self.shares(sum(self.agreement(draft, batch).cpu() for batch in moved))
+        return {f"dev_{name}": value for name, value in found.items()}
 
     def _head_agreement(self, module: nn.Module, batch: dict[str, Tensor], hidden: Tensor) -> Tensor:
         sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)

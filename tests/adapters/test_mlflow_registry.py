@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from fresh_store import fresh_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.adapters.mlflow_registry import MlflowStore
-from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
 from pipeline.core.artifacts import fingerprint_files
 from pipeline.core.errors import PipelineError
 
@@ -95,15 +95,8 @@ def network_off(monkeypatch):
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A fresh default store of a project whose path has a space, made from another working directory."""
-    root, elsewhere = tmp_path_factory.mktemp("a project"), tmp_path_factory.mktemp("elsewhere")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.chdir(elsewhere)
-        uri = resolve_tracking_uri(None, root)
-        check_store(uri, timeout_seconds=5)
-        yield MlflowStore(uri)
-        assert list(elsewhere.iterdir()) == []
+    with fresh_store(MlflowStore, tmp_path_factory) as (made, root):
+        yield made
     assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlflow.db.lock", "mlruns"}
 
 

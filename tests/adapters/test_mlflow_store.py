@@ -6,6 +6,7 @@ import socket
 import time
 
 import pytest
+from fresh_store import fresh_store
 
 from pipeline.adapters.mlflow_store import RunStore, check_store, resolve_tracking_uri
 from pipeline.core.errors import PipelineError
@@ -13,15 +14,8 @@ from pipeline.core.errors import PipelineError
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """A fresh default store of a project whose path has a space, made from another working directory."""
-    root, elsewhere = tmp_path_factory.mktemp("a project"), tmp_path_factory.mktemp("elsewhere")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        patch.chdir(elsewhere)
-        uri = resolve_tracking_uri(None, root)
-        check_store(uri, timeout_seconds=5)
-        yield RunStore(uri)
-        assert list(elsewhere.iterdir()) == []
+    with fresh_store(RunStore, tmp_path_factory) as (made, root):
+        yield made
     assert {path.name for path in root.iterdir()} == {"mlflow.db", "mlflow.db.lock"}
 
 

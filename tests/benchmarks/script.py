@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from dependencies import ROOT
@@ -19,6 +21,14 @@ def load(name: str) -> ModuleType:
     if str(BENCHMARKS) not in sys.path:
         sys.path.append(str(BENCHMARKS))
     return importlib.import_module(name)
+
+
+def run_tiny(name: str, folder: Path) -> tuple[dict, str]:
+    """The document and the printed text of a tiny run of a GPU benchmark, as on a bare GPU machine."""
+    output = folder / "result.json"
+    done = run_bare(name, "--device", "cpu", "--tiny", "--output", str(output))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads(output.read_text(encoding="utf-8")), done.stdout
 
 
 def run_bare(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:

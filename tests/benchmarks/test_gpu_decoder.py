@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
-from script import load, run_bare
+from script import load, run_tiny
 
 gpu_decoder = load("gpu_decoder")
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The document and the printed text of a tiny run in a fresh process in which the heavy packages cannot be imported."""
-    output = tmp_path_factory.mktemp("gpu") / "result.json"
-    done = run_bare("gpu_decoder.py", "--device", "cpu", "--tiny", "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(output.read_text(encoding="utf-8")), done.stdout
+    return run_tiny("gpu_decoder.py", tmp_path_factory.mktemp("gpu"))
 
 
 def test_every_figure_is_there(result):

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from script import load, run_bare
+from script import load, run_tiny
 from tiny_answers import answers_of
 
 from pipeline.core.cost_model import Costs
@@ -21,11 +21,7 @@ WORK = gpu_headline.TINY
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
-    """The document and the printed text of a tiny run."""
-    output = tmp_path_factory.mktemp("gpu") / "result.json"
-    done = run_bare("gpu_headline.py", "--device", "cpu", "--tiny", "--output", str(output))
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(output.read_text(encoding="utf-8")), done.stdout
+    return run_tiny("gpu_headline.py", tmp_path_factory.mktemp("gpu"))
 
 
 def test_every_part_is_there(result):
