@@ -59,6 +59,9 @@ RECIPES: dict[str, dict] = {
     "answers alone, no prompts": {"train_on_prompts": False},
     "trimmed head alone": {"sampled_rows": 0},
     "whole head": {"sampled_rows": None},
+    "data: original text": {"data": "text"},
+    "data: half answers, half text": {"data": "mixture"},
+    "token selection: 40 %": {"selected_share": 0.4, "reference_draft": "default"},
 }
 COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_acceptance_full_head", "dev_overlap", "dev_speedup", "draft_length"]  # fmt: skip
 
@@ -66,47 +69,54 @@ COLUMNS = ["name", "tokens_per_second", "dev_token_acceptance", "dev_token_accep
 def recipes(lab: Lab, minutes: float, only: list[str] | None) -> None:
     """Screening at equal training time; the best by dev speedup are then trained for as long as the default recipe takes."""
     results = Results("recipes", {"minutes": minutes, "train_answer_tokens": tokens_of(lab.train), **lab.facts})
+    screened = [(name, *_variant(lab, RECIPES[name])) for name in only or RECIPES]
     rows = []
-    for name in only or RECIPES:
-        settings, layers = _variant(lab, RECIPES[name])
-        facts = {**dataclasses.asdict(settings), "layers": layers, "length": "screening"}
-        rows.append(
-            results.row(
-                name, facts, lambda s=settings, ls=layers: _judged(lab, lab.run_for(minutes * 60, s, layers=ls))
-            )
-        )
+    for name, settings, options in screened:
+        facts = {**dataclasses.asdict(settings), **options, "length": "screening"}
+        rows.append(results.row(name, facts, lambda s=settings, o=options: _screened(lab, minutes * 60, s, **o)))
     rows.sort(key=lambda row: -row["dev_speedup"])
     show(rows, COLUMNS)
     if only:
         return
     full = []
     for row in rows[:FULL_LENGTH]:
-        settings, layers = _variant(lab, RECIPES[row["name"]])
+        settings, options = _variant(lab, RECIPES[row["name"]])
         epochs = settings.epochs * row["tokens_per_second"] / _default_speed(rows)
         settings = dataclasses.replace(settings, epochs=epochs)
-        facts = {**dataclasses.asdict(settings), "layers": layers, "length": "full"}
-        full.append(
-            results.row(
-                f"{row['name']} (full length)", facts, lambda s=settings, ls=layers: _judged(lab, lab.run(s, layers=ls))
-            )
-        )
+        facts = {**dataclasses.asdict(settings), **options, "length": "full"}
+        name = f"{row['name']} (full length)"
+        full.append(results.row(name, facts, lambda s=settings, o=options: _full_length(lab, s, **o)))
     show(full, COLUMNS)
+
+
+def _screened(lab: Lab, seconds: float, settings: DistillConfig, layers: list[int], data: str) -> dict:
+    """A row of the screening. The reference draft of token selection is a default one, trained as long: not counted."""
+    reference = None
+    if settings.selected_share < 1:
+        reference = lab.run_for(seconds, lab.settings).draft.eval()
+    return _judged(lab, lab.run_for(seconds, settings, layers=layers, train=lab.corpus(data), reference=reference))
+
+
+def _full_length(lab: Lab, settings: DistillConfig, layers: list[int], data: str) -> dict:
+    reference = lab.run(lab.settings).draft.eval() if settings.selected_share < 1 else None
+    return _judged(lab, lab.run(settings, layers=layers, train=lab.corpus(data), reference=reference))
 
 
 def _default_speed(rows: list[dict]) -> float:
     return next(row["tokens_per_second"] for row in rows if row["name"] == "default")
 
 
-def _variant(lab: Lab, changes: dict) -> tuple[DistillConfig, list[int]]:
+def _variant(lab: Lab, changes: dict) -> tuple[DistillConfig, dict]:
+    """The settings of a recipe, and the layers and data that it trains."""
     changes = dict(changes)
-    layers = lab.config.draft.keep_layers
+    options = {"layers": list(lab.config.draft.keep_layers), "data": changes.pop("data", "answers")}
     if "layers" in changes:
         first, last = changes.pop("layers")
         depth = lab.target.model_config.get_text_config().num_hidden_layers
-        layers = [*range(first), *range(depth - last, depth)]
+        options["layers"] = [*range(first), *range(depth - last, depth)]
     if "learning_rate" in changes:
         changes["learning_rate"] *= lab.settings.learning_rate
-    return dataclasses.replace(lab.settings, **changes), list(layers)
+    return dataclasses.replace(lab.settings, **changes), options
 
 
 def _judged(lab: Lab, trained: Trained) -> dict:
@@ -136,33 +146,47 @@ def data(lab: Lab, minutes: float) -> None:
 
 PEAK_SCRIPT = """
 import resource, sys, torch
-from pipeline.core.objective import chunked_sum
-tokens, vocabulary, width, chunk = map(int, sys.argv[1:])
-hidden, weight = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width)
-loss = lambda part, rows, weight, bias: (rows @ weight.T).log_softmax(-1)[:, 0]
+from transformers import LlamaConfig, LlamaForCausalLM
+from pipeline.core.losses import forward_kl
+from pipeline.core.objective import Objective
+rows, length, vocabulary, chunk = map(int, sys.argv[1:])
+config = LlamaConfig(
+    vocab_size=vocabulary, hidden_size=576, intermediate_size=1536, num_hidden_layers=3, num_attention_heads=9,
+    num_key_value_heads=3, tie_word_embeddings=True,
+)
+draft = LlamaForCausalLM(config).train()
+draft.get_input_embeddings().requires_grad_(False)
+top = torch.stack([torch.randperm(vocabulary)[:20] for _ in range(rows * length)])
+batch = {
+    "input_ids": torch.randint(vocabulary, (rows, length)), "query": torch.arange(rows * length),
+    "top_ids": top, "top_index": top, "top_logprobs": torch.full(top.shape, 0.04).log(),
+}
+objective = Objective(forward_kl, torch.arange(vocabulary), vocabulary, sampled_rows=None, chunk_tokens=chunk)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-chunked_sum(loss, chunk, torch.ones(tokens), hidden, weight)[0].backward()
+objective.loss(draft, batch)[0].backward()
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
+PEAK_LENGTH = 256  # tokens of a row
 
 
-def memory(vocabulary: int = 49_152, width: int = 576) -> None:
-    """Peak memory that head and loss add, in a fresh process each: chunked, and all tokens at once."""
-    results = Results("memory", {"vocabulary": vocabulary, "width": width})
+def memory() -> None:
+    """Peak memory that a training step adds, in a fresh process each: logits of 512 tokens at a time, and of all at once."""
+    results = Results("memory", {"script": fingerprint(PEAK_SCRIPT)})
     rows = []
-    for tokens in (1024, 2048, 4096, 8192):
-        for name, chunk in (("chunks of 512", 512), ("all at once", tokens)):
-            facts = {"tokens": tokens, "chunk": chunk}
+    for vocabulary in (16_384, 49_152):
+        for count in (4, 8, 16):
+            for name, chunk in (("512 at a time", 512), ("all at once", count * PEAK_LENGTH)):
+                facts = {"vocabulary": vocabulary, "tokens": count * PEAK_LENGTH, "chunk": chunk}
+                arguments = (count, PEAK_LENGTH, vocabulary, chunk)
+                title = f"{facts['tokens']} tokens x {vocabulary}, {name}"
+                rows.append(results.row(title, facts, lambda a=arguments: {"peak_mib": _peak_bytes(a) / 2**20}))
+    show(rows, ["name", "tokens", "vocabulary", "chunk", "peak_mib"])
 
-            def peak(tokens=tokens, chunk=chunk) -> dict:
-                arguments = [str(number) for number in (tokens, vocabulary, width, chunk)]
-                command = [sys.executable, "-c", PEAK_SCRIPT, *arguments]
-                environment = {**os.environ, "PYTHONPATH": str(stage.PROJECT_ROOT)}
-                done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-                return {"peak_mib": int(done.stdout) / 2**20}
 
-            rows.append(results.row(f"{tokens} tokens, {name}", facts, peak))
-    show(rows, ["name", "tokens", "chunk", "peak_mib"])
+def _peak_bytes(arguments: tuple[int, ...]) -> int:
+    command = [sys.executable, "-c", PEAK_SCRIPT, *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(stage.PROJECT_ROOT)}
+    return int(subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout)
 
 
 def storage(lab: Lab) -> None:

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from distill_text import scored_text
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel
 
@@ -88,6 +89,18 @@ class Lab:
         answers = fingerprint([fingerprint_files([path]) for path in files])
         return {"configuration": fingerprint(dataclasses.asdict(self.config)), "answers": answers}
 
+    def corpus(self, name: str) -> list[Answer]:
+        """What a draft is trained on: `answers` of the target, as much `text` of the prompts' documents, or half of each."""
+        if name == "answers":
+            return self.train
+        if name == "text":
+            return self.text
+        return halves(self.train, 0) + halves(self.text, 1)
+
+    @cached_property
+    def text(self) -> list[Answer]:
+        return scored_text(self.target, self.train, stage.input_path("data/prompts/train.parquet"))
+
     @property
     def vocabulary(self) -> int:
         return self.target.vocabulary_size
@@ -147,7 +160,7 @@ class Lab:
         options = {"sampled_rows": None, "chunk_tokens": self.settings.chunk_tokens}
         objective = Objective(forward_kl, torch.tensor(head), self.vocabulary, **options)
         batches = AnswerBatches(answers, head, self.settings.tokens_per_forward, self.config.seed)
-        return objective.dev_shares(draft, batches)
+        return objective.dev_figures(draft, batches)
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -217,6 +230,11 @@ class Results:
         RESULTS.mkdir(exist_ok=True)
         with atomic_path(self.path) as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def halves(answers: list[Answer], which: int) -> list[Answer]:
+    """One half of `answers`, 0 or 1, by a hash of the prompt's id."""
+    return [answer for answer in answers if int(fingerprint(answer.prompt_id), 16) % 2 == which]
 
 
 def tokens_of(answers: list[Answer]) -> int:

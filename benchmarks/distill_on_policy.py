@@ -85,22 +85,7 @@ def trl_leg(
         trainer = _IdsTrainer(
             model=draft,
             teacher_model=target,
-            args=DistillationConfig(
-                output_dir=folder,
-                max_steps=MOST_STEPS,
-                per_device_train_batch_size=PROMPTS_PER_STEP,
-                max_completion_length=NEW_TOKENS,
-                beta=beta,
-                temperature=temperature,
-                activation_checkpointing=False,
-                bf16=torch.cuda.is_available(),
-                use_cpu=not torch.cuda.is_available(),
-                logging_steps=1,
-                save_strategy="no",
-                disable_tqdm=True,
-                report_to="none",
-                seed=seed,
-            ),
+            args=_arguments(folder, beta, temperature, seed),
             train_dataset=[{"prompt": ids[-PROMPT_TOKENS:]} for ids in train_prompts],
             processing_class=copy.deepcopy(tokenizer),
             callbacks=[clock],
@@ -129,3 +114,22 @@ def trl_leg(
             "new_tokens": NEW_TOKENS,
         },
     }
+
+
+def _arguments(folder: str, beta: float, temperature: float, seed: int) -> DistillationConfig:
+    return DistillationConfig(
+        output_dir=folder,
+        max_steps=MOST_STEPS,
+        per_device_train_batch_size=PROMPTS_PER_STEP,
+        max_completion_length=NEW_TOKENS,
+        beta=beta,
+        temperature=temperature,
+        activation_checkpointing=False,
+        bf16=torch.cuda.is_available(),
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        report_to="none",
+        seed=seed,
+    )

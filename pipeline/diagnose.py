@@ -24,14 +24,19 @@ import hydra
 import torch
 from huggingface_hub import try_to_load_from_cache
 
-from pipeline.adapters.drafts import DraftConfig, check_draft, check_frozen_embeddings, draft_architecture
+from pipeline.adapters.drafts import (
+    DraftConfig,
+    check_distillable,
+    check_draft,
+    check_frozen_embeddings,
+    draft_architecture,
+)
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.processes import LaunchConfig, check_command
 from pipeline.adapters.quantization import quantization_config
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint
-from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
 from pipeline.core.comparison import DecodeSettings, EvaluateConfig, machine
 from pipeline.core.errors import PipelineError
@@ -149,7 +154,7 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("target quantization", lambda: _quantization(config.target))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
-    report.check("draft head", _draft_head, pair)
+    report.check("draft head", lambda found: _draft_head(config, found, root), target)
     prompt = report.check("prompt length", lambda *found: _prompt_length(config, *found), tokenizer, pair)
     for stage in ("generate", "distill", "evaluate"):
         report.check(f"memory of {stage}", lambda *found, stage=stage: _memory(config, stage, *found), pair, prompt)
@@ -276,8 +281,8 @@ def _pair(config: Config, target: Target, root: Path) -> Passed:
     return Passed(pair, f"target {whole.num_parameters():,}, draft {draft.num_parameters():,}")
 
 
-def _draft_head(pair: footprint.Pair) -> Passed:
-    check_plain_head(pair.draft)
+def _draft_head(config: Config, target: Target, root: Path) -> Passed:
+    check_distillable(config.draft, target, root, config.distill.target_in_loop)
     return Passed(None, "its logits are those of its output head, as distillation needs")
 
 
@@ -307,8 +312,9 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Pa
         needs = pair.generate_memory(config.generate.batch_size, prompt + config.generate.max_new_tokens)
         remedy = f"lower generate.batch_size, set target.quantization, {SPREAD}."
     elif stage == "distill":
-        needs = pair.distill_memory(config.distill)
-        remedy = "lower distill.tokens_per_forward, or choose a smaller draft."
+        positions = prompt + config.distill.on_policy.max_new_tokens
+        needs = pair.distill_memory(config.distill, positions)
+        remedy = "lower distill.tokens_per_forward or distill.chunk_tokens, or choose a smaller draft."
     else:
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
         needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions)

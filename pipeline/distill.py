@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from pipeline.adapters.answer_files import read_answers, read_facts, shards
 from pipeline.adapters.drafts import (
     DraftConfig,
+    check_distillable,
     check_draft,
     check_frozen_embeddings,
     initial_draft,
@@ -66,6 +67,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         target = Target(config.target, root, target_device())
     start = config.draft.pinned(root)
     vocabulary = check_draft(start, target, root).shared_ids
+    check_distillable(start, target, root, config.distill.target_in_loop)
     if config.distill.freeze_embeddings:
         check_frozen_embeddings(start, target, root)
     facts = _facts_of_answers(config.generate, target)
@@ -86,13 +88,14 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         start, tried = _with_layers(start, target, head, config.distill, trained, checkpoints / "layer_choice")
         with processes.main_process_first():  # it downloads what is not here yet
             draft = initial_draft(start, target, root, config.seed)
-        if not online and not on_policy:
+        if not config.distill.target_in_loop:
             target.unload()
         history = trained(config.distill, draft, checkpoints, tracked.log_row)
         if on_policy:
             data = (train, dev, head, vocabulary)
             folder = checkpoints / "on_policy"
-            history += on_policy_phase(draft, target, *data, config.distill, config.seed, history[-1], folder)
+            more = (config.distill, config.seed, history[-1], folder, tracked.log_row)
+            history += on_policy_phase(draft, target, *data, *more)
         for row in history:  # those that a killed attempt did not come to send
             tracked.log_row(row)
         if processes.is_main_process:

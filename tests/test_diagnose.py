@@ -188,6 +188,8 @@ def test_a_champion_that_is_not_there_yet_is_named():
 
 @pytest.mark.parametrize("fault", ["import", "probe"])
 def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, fault):
+    """L09"""
+
     def broken(*_):
         raise RuntimeError("no kernel image")
 
@@ -301,6 +303,15 @@ def test_a_draft_that_distillation_cannot_train(cfg, tmp_path):
     found = findings(cfg)
     assert failed(found) == ["draft head"]
     assert "final_logit_softcapping" in found["draft head"].detail
+
+
+def test_a_target_in_the_loop_that_distillation_cannot_reproduce(cfg, tmp_path):
+    capped = save(tmp_path / "capped", Gemma2Config(vocab_size=264, head_dim=8, **SHAPE))
+    with_pretrained_draft(cfg, capped, save(tmp_path / "plain", LlamaConfig(vocab_size=264, **SHAPE)))
+    assert findings(cfg)["draft head"].result == "ok", "its stored probabilities are those of its own logits"
+    cfg.distill.target = "online"
+    found = findings(cfg)["draft head"]
+    assert found.result == "failed" and "target" in found.detail and "distill.target=stored" in found.remedy
 
 
 def test_a_target_whose_layers_cannot_be_taken_out(cfg, tmp_path):

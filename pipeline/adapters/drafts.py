@@ -14,6 +14,7 @@ from pipeline.adapters.registered_drafts import RegisteredDraft, find_registered
 from pipeline.adapters.targets import Target
 from pipeline.core.architecture import copy_embeddings, for_vocabulary, has_width_of, random_draft
 from pipeline.core.artifacts import fingerprint, read_json, write_json
+from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
 from pipeline.core.errors import PipelineError
 from pipeline.core.models import (
@@ -162,6 +163,17 @@ def check_frozen_embeddings(config: DraftConfig, target: Target, project_root: P
             f" {other} wide, do not fit.",
             "set distill.freeze_embeddings=false, or give the draft's configuration the target's hidden_size.",
         )
+
+
+def check_distillable(config: DraftConfig, target: Target, project_root: Path, target_in_loop: bool) -> None:
+    """Raise `PipelineError` for a model of which distillation computes other logits than its own; needs no weights."""
+    own = target.model_config if config.init == "pruned" else draft_architecture(config, target, project_root)
+    check_plain_head(own, "draft", "choose a draft of another family.")
+    if target_in_loop:
+        remedy = (
+            "set distill.target=stored and distill.on_policy.steps=0: stored probabilities are those of its own logits."
+        )
+        check_plain_head(target.model_config, "target", remedy)
 
 
 def draft_architecture(config: DraftConfig, target: Target, project_root: Path) -> PreTrainedConfig:

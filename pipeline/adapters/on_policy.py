@@ -19,7 +19,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -32,7 +32,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import PrinterCallback
 
 from pipeline.adapters.targets import Target
-from pipeline.adapters.trainer import Completion, newest_whole_checkpoint
+from pipeline.adapters.trainer import Completion, newest_whole_checkpoint, optimizer_arguments
 from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches
 from pipeline.core.errors import PipelineError
@@ -74,27 +74,32 @@ def on_policy_phase(
     seed: int,
     start: dict,
     folder: Path,
+    on_log: Callable[[dict], None],
 ) -> list[dict]:
     """Go on from offline training; afterwards `draft` holds whichever weights have the higher dev token acceptance.
 
     The draft answers the prompts of `train`. Returns the rows of `train_on_policy`, step and tokens counted on from
     `start`, the last row of offline training. The last one also has what was measured on `dev` after the phase and
-    on_policy_kept: 1 if the dev_token_acceptance is higher than before the phase, else 0.
+    on_policy_kept: 1 if the dev_token_acceptance is higher than before the phase, else 0. `on_log` gets the rows as the
+    steps end.
     """
+
+    def counted_on(row: dict) -> dict:
+        return row | {name: start[name] + row[name] for name in ("step", "tokens")}
+
     batches = AnswerBatches(
         dev, head_token_ids, config.tokens_per_forward, seed, max_positions=max_positions(draft.config)
     )
     head = torch.tensor(head_token_ids, device=draft.device)
     measured = Objective(forward_kl, head, len(vocabulary), sampled_rows=None, chunk_tokens=config.chunk_tokens)
-    before = measured.dev_shares(draft, batches)["dev_token_acceptance"]
+    before = measured.dev_figures(draft, batches)["dev_token_acceptance"]
     offline = {name: tensor.to("cpu", copy=True) for name, tensor in draft.state_dict().items()}
     prompts = [answer.prompt_ids.tolist() for answer in train]
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
-    history = train_on_policy(
-        draft, target.model, target.tokenizer, vocabulary, prompts, config.on_policy, seed, folder
-    )
+    models = (draft, target.model, target.tokenizer, vocabulary)
+    history = train_on_policy(*models, prompts, config, seed, folder, lambda row: on_log(counted_on(row)))
     draft.requires_grad_(True)
-    found = measured.dev_shares(draft, batches)
+    found = measured.dev_figures(draft, batches)
     after = found["dev_token_acceptance"]
     kept = after > before
     if not kept:
@@ -102,7 +107,7 @@ def on_policy_phase(
     line = "on-policy phase: dev token acceptance %.4f before, %.4f after; the %s weights are kept"
     logger.warning(line, before, after, "on-policy" if kept else "offline")
     history[-1] |= {**found, "on_policy_kept": int(kept)}
-    return [row | {name: start[name] + row[name] for name in ("step", "tokens")} for row in history]
+    return [counted_on(row) for row in history]
 
 
 def train_on_policy(
@@ -111,24 +116,21 @@ def train_on_policy(
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: range,
     prompts: list[list[int]],
-    config: OnPolicyConfig,
+    config: DistillConfig,
     seed: int,
     folder: Path,
+    on_log: Callable[[dict], None] | None = None,
 ) -> list[dict]:
-    """Train `draft` in place for `config.steps` steps. `target`, its `tokenizer` and all configs stay as they are.
+    """Train `draft` in place for `config.on_policy.steps` steps, with the optimiser of `config`. `target`, its `tokenizer`
+    and all configs stay as they are.
 
     Only ids in `vocabulary`, which mean the same to both models, are sampled and compared: output heads may be padded to
     different sizes. Continues from the newest whole checkpoint under `folder`. Returns a row per step: step, tokens
-    (prompts' and answers', so far), loss, learning_rate. Raises `PipelineError` when no prompt can be used, when nothing in
+    (prompts' and answers', so far), loss, learning_rate; `on_log` gets each as it comes. Raises `PipelineError` when no prompt can be used, when nothing in
     `vocabulary` ends an answer, or when the loss is not finite.
     """
-    ends = [token for token in eos_token_ids(target.generation_config, tokenizer) if token in vocabulary]
-    if not ends:
-        raise PipelineError(
-            "The target has no end-of-answer token that the draft knows, so the draft's answers would never end.",
-            "set distill.on_policy.steps=0.",
-        )
-    prompts = _usable(prompts, vocabulary, config.max_new_tokens, (draft, target))
+    ends = _ends(target, tokenizer, vocabulary)
+    prompts = _usable(prompts, vocabulary, config.on_policy.max_new_tokens, (draft, target))
     unknown = list(range(len(vocabulary), draft.get_output_embeddings().weight.shape[0]))
     own_tokenizer = copy.deepcopy(tokenizer)
     own_tokenizer.eos_token = own_tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
@@ -140,24 +142,32 @@ def train_on_policy(
             target=target,
             shared_ids=len(vocabulary),
             args=_arguments(config, unknown, seed, folder),
-            train_dataset=[{"prompt": ids} for ids in _in_order(prompts, config, seed)],
+            train_dataset=[{"prompt": ids} for ids in _in_order(prompts, config.on_policy, seed)],
             processing_class=own_tokenizer,
-            callbacks=[_Progress(), Completion()],
+            callbacks=[_Progress(on_log), Completion()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(folder))
         trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
     draft.eval()
-    return [
-        {
-            "step": row["step"],
-            "tokens": int(row["num_tokens"]),
-            "loss": row["loss"],
-            "learning_rate": row["learning_rate"],
-        }
-        for row in trainer.state.log_history
-        if "loss" in row
-    ]
+    return [_row(entry) for entry in trainer.state.log_history if "loss" in entry]
+
+
+def _row(entry: dict) -> dict:
+    """What the history keeps of an entry of the Trainer's log."""
+    names = {"step": "step", "num_tokens": "tokens", "loss": "loss", "learning_rate": "learning_rate"}
+    row = {ours: entry[theirs] for theirs, ours in names.items()}
+    return row | {"tokens": int(row["tokens"])}
+
+
+def _ends(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocabulary: range) -> list[int]:
+    ends = [token for token in eos_token_ids(target.generation_config, tokenizer) if token in vocabulary]
+    if not ends:
+        raise PipelineError(
+            "The target has no end-of-answer token that the draft knows, so the draft's answers would never end.",
+            "set distill.on_policy.steps=0.",
+        )
+    return ends
 
 
 def _in_order(prompts: list[list[int]], config: OnPolicyConfig, seed: int) -> list[list[int]]:
@@ -219,15 +229,17 @@ def _trainer_class() -> type[Trainer]:
     return OnPolicyTrainer
 
 
-def _arguments(config: OnPolicyConfig, unknown_ids: list[int], seed: int, folder: Path) -> DistillationConfig:
+def _arguments(recipe: DistillConfig, unknown_ids: list[int], seed: int, folder: Path) -> DistillationConfig:
     from trl import DistillationConfig
 
+    config = recipe.on_policy
     return DistillationConfig(
         output_dir=str(folder),
         max_steps=config.steps,
         per_device_train_batch_size=config.prompts_per_step,
         learning_rate=config.learning_rate,
         lr_scheduler_type="linear",
+        **optimizer_arguments(recipe),
         beta=config.beta,
         temperature=config.kl_temperature,
         generation_kwargs={"temperature": config.sampling_temperature, "suppress_tokens": unknown_ids or None},
@@ -253,6 +265,9 @@ def _arguments(config: OnPolicyConfig, unknown_ids: list[int], seed: int, folder
 class _Progress(TrainerCallback):
     """A bar over the phase's tokens (tokens/s, time left); how many it will take is estimated from the steps so far."""
 
+    def __init__(self, on_log: Callable[[dict], None] | None) -> None:
+        self.on_row = on_log
+
     def on_train_begin(self, args, state, control, **kwargs):
         tokens = state.num_input_tokens_seen
         self.bar = tqdm(initial=tokens, desc="on-policy", unit=" tokens", unit_scale=True, mininterval=2)
@@ -264,6 +279,8 @@ class _Progress(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if "loss" in logs:
             self.bar.set_postfix(loss=f"{logs['loss']:.3f}")
+            if self.on_row:
+                self.on_row(_row(state.log_history[-1]))
 
     def on_train_end(self, args, state, control, **kwargs):
         self.bar.close()

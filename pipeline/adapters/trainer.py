@@ -7,6 +7,7 @@ installed, hence its place here.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import csv
 import json
@@ -14,9 +15,10 @@ import logging
 import math
 import shutil
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -33,7 +35,7 @@ from pipeline.core.batches import AnswerBatches, check_plain_head
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import divergence
 from pipeline.core.models import default_device, max_positions, quiet_transformers, resolve_dtype
-from pipeline.core.objective import Objective
+from pipeline.core.objective import Objective, agreement_figures
 from pipeline.core.sampling import row_seed
 from pipeline.core.training import DistillConfig
 
@@ -47,6 +49,7 @@ HISTORY = (
     "dev_token_acceptance",
     "dev_token_acceptance_full_head",
     "dev_overlap",
+    "dev_acceptance_rate",
     "on_policy_kept",
 )
 SHOWN_PROMPTS = 8  # in an error
@@ -116,11 +119,9 @@ class DraftTrainer(Trainer):
         """Teacher-forced agreement on dev. Every process measures all of it and finds the same."""
         model = self.model_wrapped
         model.eval()
-        sums = sum(
-            model(**self._prepare_inputs(self.dev_batches[index])).cpu() for index in range(len(self.dev_batches))
-        )
+        found = agreement_figures(lambda batch: model(**self._prepare_inputs(batch)), self.dev_batches)
         model.train()
-        metrics = {f"{metric_key_prefix}_{name}": share for name, share in Objective.shares(sums).items()}
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -244,41 +245,50 @@ def distill(
 
     Continues from the newest checkpoint under `checkpoints`. Ids below `vocabulary` are those that target and draft share.
     `target` is needed for config.target=online, `reference` for config.selected_share < 1. Returns the history: dicts
-    with step, tokens, loss, learning_rate, dev_token_acceptance, dev_token_acceptance_full_head, dev_overlap (each present
-    where measured). `on_log` gets such rows as they are measured, those of one step in parts.
+    with step, tokens, loss, learning_rate, dev_token_acceptance, dev_token_acceptance_full_head, dev_overlap,
+    dev_acceptance_rate (each present where measured). `on_log` gets such rows as they are measured, those of one step in parts.
     """
-    for model in filter(None, (draft, target, reference)):
-        check_plain_head(model)
+    for role, model in (("draft", draft), ("target", target), ("reference draft", reference)):
+        if model is not None:
+            check_plain_head(model.config, role, "choose a model of another family.")
     processes = join()
     share = max(1, config.tokens_per_step // processes.num_processes)
     config = replace(config, tokens_per_forward=min(config.tokens_per_forward, share))
     torch.manual_seed(seed)
-    draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     common = (head_token_ids, config.tokens_per_forward, seed)
     batches = AnswerBatches(train, *common, config.train_on_prompts, max_positions=max_positions(draft.config))
     dev_batches = AnswerBatches(dev, *common, max_positions=max_positions(draft.config))
     plan = _plan(config, batches, processes.num_processes)
-    attention, use_cache = draft.config._attn_implementation, draft.config.use_cache
-    if default_device().type == "cpu":
-        draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
-    trained = copy.deepcopy(draft.cpu()) if sharding() else draft  # split in place, a model is one no more
-    with quiet_transformers():
+    with _training_form(draft, config.freeze_embeddings), quiet_transformers():
+        trained = copy.deepcopy(draft.cpu()) if sharding() else draft  # split in place, a model is one no more
         arguments = _training_arguments(config, seed, checkpoints, plan)
         trainer = _trainer(trained, arguments, batches, dev_batches, plan, config.patience, on_log)
         trainer.install(_objective(config, head_token_ids, vocabulary, target, reference, trainer.args.device))
         with processes.main_process_first():
             newest = newest_whole_checkpoint(checkpoints)
         trainer.train(resume_from_checkpoint=newest)
-    if sharding():
-        _load_gathered(draft.to(trainer.args.device), Path(trainer.state.best_model_checkpoint))
-    else:
-        trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
-        del draft.forward
-    draft.set_attn_implementation(attention)
-    draft.config.use_cache = use_cache  # the Trainer switches it off
-    draft.requires_grad_(True).eval()
+        if sharding():
+            _load_gathered(draft.to(trainer.args.device), Path(trainer.state.best_model_checkpoint))
+        else:
+            trainer.accelerator.unwrap_model(draft, keep_fp32_wrapper=False)
+            del draft.forward
     processes.wait_for_everyone()  # none still reads the checkpoints, which the caller may remove
     return _history(trainer.state.log_history, plan.tokens_per_step)
+
+
+@contextlib.contextmanager
+def _training_form(draft: PreTrainedModel, freeze_embeddings: bool) -> Iterator[None]:
+    """Set what differs while a draft is trained; afterwards it is as before, every weight trainable, in evaluation mode."""
+    attention, use_cache = draft.config._attn_implementation, draft.config.use_cache
+    draft.get_input_embeddings().requires_grad_(not freeze_embeddings)
+    if default_device().type == "cpu":
+        draft.set_attn_implementation("eager")  # the backward pass of fused attention is slower there
+    try:
+        yield
+    finally:
+        draft.set_attn_implementation(attention)
+        draft.config.use_cache = use_cache  # the Trainer switches it off
+        draft.requires_grad_(True).eval()
 
 
 def _trainer(
@@ -354,6 +364,16 @@ def _objective(
     )
 
 
+def optimizer_arguments(config: DistillConfig) -> dict[str, Any]:
+    """The optimiser's settings, as arguments of transformers' TrainingArguments."""
+    return {
+        "optim": {"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}[config.optimizer],
+        "weight_decay": config.weight_decay,
+        "adam_beta2": config.adam_beta2,
+        "max_grad_norm": config.max_grad_norm,
+    }
+
+
 def _training_arguments(config: DistillConfig, seed: int, checkpoints: Path, plan: _Plan) -> TrainingArguments:
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
@@ -363,10 +383,7 @@ def _training_arguments(config: DistillConfig, seed: int, checkpoints: Path, pla
         learning_rate=config.learning_rate,
         lr_scheduler_type="cosine",
         warmup_steps=round(config.warmup_share * plan.steps),
-        weight_decay=config.weight_decay,
-        optim={"adamw": "adamw_torch", "adamw_8bit": "adamw_bnb_8bit"}[config.optimizer],
-        adam_beta2=config.adam_beta2,
-        max_grad_norm=config.max_grad_norm,
+        **optimizer_arguments(config),
         seed=seed,
         data_seed=seed,
         logging_steps=max(1, plan.interval // 4),

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pipeline.core.answers import Answer
 from pipeline.core.errors import PipelineError
@@ -102,12 +102,14 @@ class AnswerBatches(Dataset):
             "index": torch.tensor(index),
         }
 
+    def counts(self, index: int) -> list[int]:
+        """Scored tokens of each answer of item `index`."""
+        return [len(a.answer_ids) + (len(a.prompt_ids) - 1 if self.prompts else 0) for a in self.groups[index]]
+
     def prompt_ids(self, index: int, tokens: np.ndarray) -> list[str]:
         """The prompts to which the scored tokens number `tokens` of item `index` belong."""
-        group = self.groups[index]
-        counts = [len(a.answer_ids) + (len(a.prompt_ids) - 1 if self.prompts else 0) for a in group]
-        rows = np.searchsorted(np.cumsum(counts), tokens, side="right")
-        return [group[row].prompt_id for row in np.unique(rows)]
+        rows = np.searchsorted(np.cumsum(self.counts(index)), tokens, side="right")
+        return [self.groups[index][row].prompt_id for row in np.unique(rows)]
 
     def _scored(self, group: list[Answer], name: str) -> np.ndarray:
         """The stored entries `name` of the scored tokens, [n, top]."""
@@ -134,9 +136,9 @@ def _length(answer: Answer) -> int:
     return len(answer.prompt_ids) + len(answer.answer_ids) - 1
 
 
-def check_plain_head(model: PreTrainedModel) -> None:
-    """Raise `PipelineError` for a draft that changes its logits after the output head (soft cap, scale)."""
-    text = model.config.get_text_config()
+def check_plain_head(config: PreTrainedConfig, role: str, remedy: str) -> None:
+    """Raise `PipelineError` for a model that changes its logits after the output head (soft cap, scale); `role` names it."""
+    text = config.get_text_config()
     changes = [
         name
         for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1), ("logits_scaling", 1))
@@ -144,9 +146,9 @@ def check_plain_head(model: PreTrainedModel) -> None:
     ]
     if changes:
         raise PipelineError(
-            f"A {text.model_type} draft changes its logits after the head ({', '.join(changes)}), which distillation"
+            f"A {text.model_type} {role} changes its logits after the head ({', '.join(changes)}), which distillation"
             " does not reproduce.",
-            "choose a draft of another family.",
+            remedy,
         )
 
 

@@ -149,15 +149,7 @@ def evaluate(
     gap = served_gap(candidates[DISTILLED], models.domain, agreed, settings.draft_length, config.max_new_tokens)
     metrics = {
         "domain": models.domain,
-        "settings": {
-            **vars(decode),
-            "draft_length": settings.draft_length,
-            "draft_length_chosen_on": "configuration" if decode.draft_length else "dev",
-            "max_new_tokens": config.max_new_tokens,
-            "head_tokens": len(models.head_token_ids),
-            "dtype": str(models.target.dtype).removeprefix("torch."),
-            "device": models.target.device.type,
-        },
+        "settings": _settings(models, decode, settings),
         "candidates": candidates,
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
@@ -167,6 +159,19 @@ def evaluate(
         "machine": machine(),
     }
     return Outcome(metrics, requests)
+
+
+def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -> dict[str, Any]:
+    """How was decoded, for metrics.json."""
+    return {
+        **vars(decode),
+        "draft_length": used.draft_length,
+        "draft_length_chosen_on": "configuration" if decode.draft_length else "dev",
+        "max_new_tokens": used.max_new_tokens,
+        "head_tokens": len(models.head_token_ids),
+        "dtype": str(models.target.dtype).removeprefix("torch."),
+        "device": models.target.device.type,
+    }
 
 
 def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_model.Costs:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
     from pipeline.core.training import DistillConfig
 
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
+LOSS_COPIES = 6  # of the logits, alive together at the peak
 SPEED_SECONDS = 0.3  # spent on one measurement of matrix products
 SPEED_WIDTH, SPEED_MATRICES = 2048, 16  # together larger than a processor's caches, as a model's weights are
 SPEED_ROWS = 512  # more rows are no faster per row
@@ -103,9 +104,9 @@ def kv_cache_bytes(config: PreTrainedConfig, rows: int, positions: int, dtype: t
     return text.num_hidden_layers * rows * capacity * width * dtype.itemsize
 
 
-def optimizer_bytes(parameters: int) -> int:
-    """Bytes of float32 weights, their gradients and the two moments of AdamW."""
-    return 16 * parameters
+def optimizer_bytes(parameters: int, optimizer: str = "adamw") -> int:
+    """Bytes of float32 weights, their gradients and the two moments of AdamW, each in 4 bytes or (adamw_8bit) in 1."""
+    return parameters * (8 + 2 * {"adamw": 4, "adamw_8bit": 1}[optimizer])
 
 
 def checkpoint_bytes(parameters: int) -> int:
@@ -113,14 +114,19 @@ def checkpoint_bytes(parameters: int) -> int:
     return 12 * parameters
 
 
-def activation_bytes(config: PreTrainedConfig, tokens: int, head_tokens: int, dtype: torch.dtype) -> int:
-    """Bytes kept for the backward pass over `tokens` tokens without recomputation.
+def activation_bytes(config: PreTrainedConfig, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes kept for the backward pass over `tokens` tokens without recomputation, output head and loss left out.
 
     17 values per token, unit of width and layer (34 bytes in 16 bits: Korthikanti et al. 2022, without the attention
-    matrix, which fused attention does not store), and three float32 copies of the logits.
+    matrix, which fused attention does not store).
     """
     text = config.get_text_config()
-    return tokens * (17 * text.hidden_size * text.num_hidden_layers * dtype.itemsize + 3 * 4 * head_tokens)
+    return tokens * 17 * text.hidden_size * text.num_hidden_layers * dtype.itemsize
+
+
+def loss_bytes(tokens: int, columns: int) -> int:
+    """Bytes of the float32 copies of `tokens` x `columns` logits that a loss and its gradient make."""
+    return LOSS_COPIES * 4 * tokens * columns
 
 
 def answer_bytes(tokens: int, top_logprobs: int) -> int:
@@ -160,14 +166,30 @@ class Pair:
             "logits": _logits_bytes(self.target, rows),
         }
 
-    def distill_memory(self, config: DistillConfig) -> dict[str, int]:
-        """Bytes while the draft is trained, in float32 with autocast to the device's own dtype, by what takes them."""
-        head_tokens = min(config.head_tokens, self.draft.get_output_embeddings().weight.shape[0])
+    def distill_memory(self, config: DistillConfig, positions: int) -> dict[str, int]:
+        """Bytes while the draft is trained, in float32 with autocast to the device's own dtype, by what takes them.
+
+        `positions`: tokens of a longest prompt with its answer in the on-policy phase.
+        """
+        rows = self.draft.get_output_embeddings().weight.shape[0]
+        whole = config.target == "online" or config.sampled_rows is None
+        columns = rows if whole else min(rows, config.head_tokens + config.sampled_rows)
         dtype = resolve_dtype("auto", self.device)
-        return {
-            "weights, gradients and optimizer": optimizer_bytes(self.draft.num_parameters()),
-            "activations": activation_bytes(self.draft.config, config.tokens_per_forward, head_tokens, dtype),
+        tokens = config.tokens_per_forward
+        needs = {
+            "weights, gradients and optimizer": optimizer_bytes(self.draft.num_parameters(), config.optimizer),
+            "activations": activation_bytes(self.draft.config, tokens, dtype),
+            "loss": loss_bytes(min(tokens, config.chunk_tokens), columns),
+            "target": weight_bytes(self.target, self.target_dtype, self.quantization) * config.target_in_loop,
+            "reference draft": weight_bytes(self.draft, torch.float32) * (config.selected_share < 1),
         }
+        if config.on_policy.steps:  # TRL holds the logits of all tokens at once
+            tokens = config.on_policy.prompts_per_step * positions
+            generated = config.on_policy.prompts_per_step * config.on_policy.max_new_tokens
+            needs["activations"] = max(needs["activations"], activation_bytes(self.draft.config, tokens, dtype))
+            needs["loss"] = max(needs["loss"], loss_bytes(generated, rows))
+            needs["weights before the on-policy phase"] = weight_bytes(self.draft, torch.float32)
+        return needs
 
     def evaluate_memory(self, tokens_per_forward: int, positions: int) -> dict[str, int]:
         """Bytes while plain decoding and three drafters share the target at batch size 1, by what takes them.

@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 
 from pipeline.core.batches import AnswerBatches, answer_hidden
 from pipeline.core.losses import Divergence, top_and_tail
+from pipeline.core.metrics import greedy_rounds, ratio
 
+DRAFT_LENGTH = 4  # k of the acceptance rate that is followed while training
 LOG_NOTHING = 25.0  # so far below the largest logit lies a column that stands for no mass
 
 ChunkLoss = Callable[[slice, Tensor, Tensor, Tensor | None], Tensor]
@@ -117,7 +119,7 @@ class Objective:
     """The loss of distillation, and the agreement that is measured on dev.
 
     draft_loss   p and q -> one value per token (pipeline.core.losses)
-    head_ids     int64 [head] ids of the trimmed head; `None`: the loss sees the whole head
+    head_ids     int64 [head] ids of the trimmed head
     vocabulary   ids from 0 on that target and draft share; rows beyond are never trained nor drawn
     sampled_rows rows of the rest of the head drawn for each optimiser step; `None`: all of them
     target       in the loop, for its probabilities over the whole vocabulary; `None`: the stored ones are used
@@ -228,40 +230,49 @@ class Objective:
 
     @torch.no_grad()
     def agreement(self, draft: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
-        """Float64 [4], summed over the batch's scored tokens: how many there are; on how many the draft's best token is
-        the target's, with the trimmed head and with the full one; and the overlap sum min(p, q) at temperature 1 of the
-        full head with the target's stored top (its tail left out: a lower bound of the token acceptance there)."""
+        """Float64 [n, 3], for each of the batch's scored tokens: whether the draft's best token is the target's, with the
+        trimmed head and with the full one; and the overlap sum min(p, q) at temperature 1 of the full head with the
+        target's stored top (its tail left out: a lower bound of the token acceptance there)."""
         hidden = answer_hidden(draft, batch)[: len(batch["query"])]
         module = draft.get_output_embeddings()
         return as_forward_of(module, functools.partial(self._head_agreement, module, batch), hidden)
 
-    @staticmethod
-    def shares(sums: Tensor) -> dict[str, float]:
-        """`agreement`, summed over batches, as shares of the tokens."""
-        count, *found = sums.tolist()
-        names = ("token_acceptance", "token_acceptance_full_head", "overlap")
-        return {name: value / count for name, value in zip(names, found, strict=True)}
+    def dev_figures(self, draft: PreTrainedModel, batches: AnswerBatches) -> dict[str, float]:
+        """`agreement_figures` of a draft on all of `batches`, under the names of the history."""
 
-    def dev_shares(self, draft: PreTrainedModel, batches: AnswerBatches) -> dict[str, float]:
-        """`shares` of a draft on all of `batches`, under the names of the history."""
-        items = (batches[index] for index in range(len(batches)))
-        moved = ({name: tensor.to(draft.device) for name, tensor in batch.items()} for batch in items)
-        found = self.shares(sum(self.agreement(draft, batch).cpu() for batch in moved))
-        return {f"dev_{name}": value for name, value in found.items()}
+        def run(batch: dict[str, Tensor]) -> Tensor:
+            return self.agreement(draft, {name: tensor.to(draft.device) for name, tensor in batch.items()})
+
+        return {f"dev_{name}": value for name, value in agreement_figures(run, batches).items()}
 
     def _head_agreement(self, module: nn.Module, batch: dict[str, Tensor], hidden: Tensor) -> Tensor:
-        sums = torch.zeros(4, dtype=torch.float64, device=hidden.device)
+        found = hidden.new_zeros(len(hidden), 3, dtype=torch.float64)
         for start in range(0, len(hidden), self.chunk_tokens):
             part = slice(start, start + self.chunk_tokens)
             logits = F.linear(hidden[part], module.weight, module.bias)[:, : len(self.vocabulary)].float()
             wanted = batch["target"][part]
-            trimmed = self.head_ids[logits[:, self.head_ids].argmax(dim=-1)] == wanted
-            full = logits.argmax(dim=-1) == wanted
+            found[part, 0] = (self.head_ids[logits[:, self.head_ids].argmax(dim=-1)] == wanted).double()
+            found[part, 1] = (logits.argmax(dim=-1) == wanted).double()
             ids = batch["top_ids"][part]
             present = ids < logits.shape[1]
             q = logits.gather(-1, ids.masked_fill(~present, 0)) - logits.logsumexp(dim=-1, keepdim=True)
             overlap = torch.minimum(batch["top_logprobs"][part], q).exp() * present
-            sums += torch.stack(
-                [torch.tensor(len(wanted), device=sums.device), trimmed.sum(), full.sum(), overlap.sum()]
-            )
-        return sums
+            found[part, 2] = overlap.sum(dim=-1).double()
+        return found
+
+
+def agreement_figures(run: Callable[[dict[str, Tensor]], Tensor], batches: AnswerBatches) -> dict[str, float]:
+    """What a draft reaches on the greedy answers of `batches`; `run` gives the `Objective.agreement` of a batch.
+
+    token_acceptance, token_acceptance_full_head and overlap are means over tokens. acceptance_rate is accepted / drafted
+    tokens of greedy speculative decoding at k = `DRAFT_LENGTH` with the trimmed head: what is accepted is the target's own
+    text, so what the draft says on that text decides every round.
+    """
+    found = torch.cat([run(batches[index]).cpu() for index in range(len(batches))])
+    counts = [count for index in range(len(batches)) for count in batches.counts(index)]
+    names = ("token_acceptance", "token_acceptance_full_head", "overlap")
+    figures = dict(zip(names, found.mean(dim=0).tolist(), strict=True))
+    agreed = (found[:, 0] > 0).split(counts)
+    rounds = [found for hits in agreed for found in greedy_rounds(hits.tolist(), DRAFT_LENGTH)]
+    rate = ratio(*zip(*rounds, strict=True)) if rounds else None
+    return figures if rate is None else {**figures, "acceptance_rate": rate}

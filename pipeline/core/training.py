@@ -85,6 +85,11 @@ class DistillConfig:
     freeze_embeddings: bool  # keep the initial token embeddings (and the head, where it is tied to them)
     on_policy: OnPolicyConfig
 
+    @property
+    def target_in_loop(self) -> bool:
+        """Whether the target itself is needed beside the draft."""
+        return self.target == "online" or self.on_policy.steps > 0
+
     def __post_init__(self) -> None:
         for name, low, high in RANGES:
             if not low <= getattr(self, name) <= high:

@@ -15,23 +15,19 @@ from accelerate.utils import DistributedType
 from omegaconf import OmegaConf
 from tiny_answers import answers_of
 from tiny_models import tiny_llama
+from tiny_settings import distill_config
 from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from pipeline.adapters import trainer
 from pipeline.adapters.processes import join, split_target
 from pipeline.adapters.trainer import DraftTrainer
 from pipeline.core.pruning import keep_layers
-from pipeline.core.training import DistillConfig, OnPolicyConfig
 from pipeline.stage import execute
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
 SETTINGS = {
-    "epochs": 3, "learning_rate": 1e-3, "warmup_share": 0.1, "weight_decay": 0.0, "adam_beta2": 0.98,
-    "max_grad_norm": 1.0, "tokens_per_step": 256, "tokens_per_forward": 64, "evaluations": 3, "head_tokens": 52,
-    "train_on_prompts": True, "freeze_embeddings": False, "loss": "forward_kl", "jensen_shannon_beta": 0.5,
-    "kl_temperature": 1.0, "target": "stored", "sampled_rows": 8, "selected_share": 1.0, "reference_draft": None,
-    "optimizer": "adamw", "chunk_tokens": 32, "patience": None,
-    "on_policy": OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
+    "epochs": 3, "learning_rate": 1e-3, "tokens_per_step": 256, "evaluations": 3, "train_on_prompts": True, "sampled_rows": 8,
+    "chunk_tokens": 32,
 }  # fmt: skip
 STEPS = 6
 SAVED, INTERRUPTED = 4, 5  # the last checkpoint of a run that is ended, and its last step
@@ -69,7 +65,7 @@ def distilled(checkpoints: Path, *callbacks: TrainerCallback, online: bool = Fal
     if broken:
         answers[5].top_logprobs[1] = float("nan")
     draft = keep_layers(target, [0, 3])
-    config = DistillConfig(**{**SETTINGS, "target": "online" if online else "stored"})
+    config = distill_config(**SETTINGS, target="online" if online else "stored")
     with (
         mock.patch.object(trainer, "DraftTrainer", Watched),
         mock.patch.object(trainer, "resolve_dtype", lambda *_: torch.float32),

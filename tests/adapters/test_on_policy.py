@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from dependencies import ROOT
-from test_trainer import config as distill_config
 from tiny_answers import answers_of
 from tiny_models import chain, noisy_copy, tiny_llama
+from tiny_settings import distill_config, on_policy_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from trl import DistillationTrainer
@@ -21,7 +21,6 @@ from trl import DistillationTrainer
 from pipeline.adapters import on_policy
 from pipeline.adapters.on_policy import check_on_policy, on_policy_phase, train_on_policy
 from pipeline.core.errors import PipelineError
-from pipeline.core.training import OnPolicyConfig
 
 EOS = 2
 PROMPTS = [[5], [3, EOS, 4], [9, 8, 7, 6, 5, 4], [11, 12], [17, 16, 15, 14]]
@@ -49,14 +48,6 @@ def seen(monkeypatch):
     return steps
 
 
-def settings(**changes) -> OnPolicyConfig:
-    values = {
-        "steps": 1, "learning_rate": 1e-3, "beta": 0.5, "sampling_temperature": 0.8, "kl_temperature": 1.0,
-        "prompts_per_step": 4, "max_new_tokens": 6,
-    }  # fmt: skip
-    return OnPolicyConfig(**{**values, **changes})
-
-
 def word_tokenizer(size: int = 100, pad: int | None = None) -> PreTrainedTokenizerFast:
     words = {f"w{index}": index for index in range(size)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
@@ -79,7 +70,8 @@ def gpt2(seed: int = 0):
 
 def train(draft, target, folder, vocabulary=range(100), prompts=PROMPTS, tokenizer=None, **changes) -> list[dict]:
     tokenizer = tokenizer or word_tokenizer(len(vocabulary))
-    return train_on_policy(draft, target, tokenizer, vocabulary, prompts, settings(**changes), 0, folder)
+    recipe = distill_config(on_policy=on_policy_config(**{"steps": 1, **changes}))
+    return train_on_policy(draft, target, tokenizer, vocabulary, prompts, recipe, 0, folder)
 
 
 def divergence(target_logits: np.ndarray, draft_logits: np.ndarray, beta: float) -> np.ndarray:
@@ -228,11 +220,13 @@ def test_the_weights_that_win_on_dev_are_kept(learning_rate, kept, caplog, tmp_p
     draft = noisy_copy(target, 0.1)
     offline = copy.deepcopy(draft.state_dict())
     answers = answers_of(target, 12)
-    phase = settings(steps=12, learning_rate=learning_rate, beta=0.0)
+    logged = []
+    phase = on_policy_config(steps=12, learning_rate=learning_rate, beta=0.0)
     rows = on_policy_phase(
         draft, SimpleNamespace(model=target, tokenizer=word_tokenizer()), answers, answers, list(range(100)), range(100),
-        distill_config(on_policy=phase), 0, {"step": 50, "tokens": 1000}, tmp_path,
+        distill_config(on_policy=phase), 0, {"step": 50, "tokens": 1000}, tmp_path, logged.append,
     )  # fmt: skip
+    assert [row["tokens"] for row in logged] == [row["tokens"] for row in rows], "each is reported as its step ends"
     assert rows[-1]["on_policy_kept"] == kept
     assert [row["step"] for row in rows] == list(range(51, 63)) and rows[0]["tokens"] > 1000
     unchanged = all(torch.equal(offline[name], tensor) for name, tensor in draft.state_dict().items())
@@ -265,7 +259,16 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tmp_path):
 )  # fmt: skip
 def test_settings_out_of_range_are_refused(change):
     with pytest.raises(ValueError, match=f"on_policy.{next(iter(change))}"):
-        settings(**change)
+        on_policy_config(**change)
+
+
+def test_the_optimiser_is_that_of_the_recipe(tmp_path):
+    recipe = distill_config(
+        optimizer="adamw_8bit", weight_decay=0.3, adam_beta2=0.9, max_grad_norm=0.7, on_policy=on_policy_config(steps=3)
+    )
+    arguments = on_policy._arguments(recipe, [], 0, tmp_path)
+    assert (arguments.optim, arguments.weight_decay) == ("adamw_bnb_8bit", 0.3)
+    assert (arguments.adam_beta2, arguments.max_grad_norm) == (0.9, 0.7)
 
 
 def test_several_processes_are_refused(monkeypatch):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from script import load
+from tiny_settings import distill_config
 from tqdm import tqdm
 
 from pipeline.adapters.targets import Target
@@ -13,16 +14,12 @@ from pipeline.core.decoding import DecodeConfig
 from pipeline.core.generation import EncodedPrompt, generate_answers
 from pipeline.core.models import ModelConfig
 from pipeline.core.pruning import keep_layers
-from pipeline.core.training import DistillConfig, OnPolicyConfig
 
 storage = load("distill_storage")
 
-DISTILL = DistillConfig(
-    loss="forward_kl", jensen_shannon_beta=0.5, kl_temperature=1.0, target="stored", sampled_rows=None, selected_share=1.0,
-    reference_draft=None, optimizer="adamw", chunk_tokens=2048, patience=None,
-    epochs=2, learning_rate=1e-3, warmup_share=0.0, weight_decay=0.0, adam_beta2=0.98, max_grad_norm=1.0,
-    tokens_per_step=256, tokens_per_forward=256, evaluations=1, head_tokens=128, train_on_prompts=True,
-    freeze_embeddings=True, on_policy=OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
+DISTILL = distill_config(
+    epochs=2, learning_rate=1e-3, warmup_share=0.0, tokens_per_step=256, tokens_per_forward=256, evaluations=1,
+    head_tokens=128, train_on_prompts=True, freeze_embeddings=True,
 )  # fmt: skip
 
 

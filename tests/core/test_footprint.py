@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tiny_settings import distill_config, on_policy_config
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -19,7 +20,6 @@ from pipeline.core.cache import CachedModel
 from pipeline.core.comparison import EvaluateConfig
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import packs
-from pipeline.core.training import DistillConfig, OnPolicyConfig
 
 SHAPE = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -108,19 +108,40 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
         packed = footprint.packed_bytes(target, pair.target_dtype, CPU)
         assert (packed > 0) == packs(pair.target_dtype, CPU) and packed < weights
         assert pair.generate_memory(8, 40)["target"] == weights + packed
-    distill = DistillConfig(
-        epochs=2, learning_rate=1e-3, warmup_share=0, weight_decay=0, adam_beta2=0.9, max_grad_norm=1,
-        tokens_per_step=8, tokens_per_forward=8, evaluations=1, head_tokens=96, train_on_prompts=False, freeze_embeddings=False,
-        loss="forward_kl", jensen_shannon_beta=0.5, kl_temperature=1.0, target="stored", sampled_rows=None,
-        selected_share=1.0, reference_draft=None, optimizer="adamw", chunk_tokens=8, patience=None,
-        on_policy=OnPolicyConfig(0, 1e-3, 0.5, 1.0, 1.0, prompts_per_step=2, max_new_tokens=8),
-    )  # fmt: skip
+    distill = distill_config(epochs=2, head_tokens=96)
     work = footprint.Workload(10, 4, prompt_tokens=20, answer_tokens=30, rows=8, decoded_tokens=1000)
     seconds = full.seconds(work, distill)
     active = footprint.active_parameters(target)
     assert seconds["generate"] == pytest.approx(2 * active * 10 * 50 / 1e9)
     assert seconds["distill"] == pytest.approx(6 * footprint.active_parameters(draft) * 2 * 4 * 50 / 1e9)
     assert seconds["evaluate"] == pytest.approx(2 * active * 1000 / 1e9)
+
+
+def test_memory_of_training_counts_every_model_and_the_head_that_the_loss_sees():
+    target, draft = footprint.meta_model(UNTIED), footprint.meta_model(TIED)
+    pair = footprint.Pair(target, draft, CPU, torch.float32, torch.float32, "none")
+    rows = draft.get_output_embeddings().weight.shape[0]
+
+    def needs(**changes) -> dict[str, int]:
+        return pair.distill_memory(distill_config(**{"head_tokens": 8, "sampled_rows": 4, **changes}), positions=10)
+
+    stored = needs()
+    assert stored["target"] == stored["reference draft"] == 0
+    assert stored["loss"] == footprint.loss_bytes(64, 12)
+    assert needs(sampled_rows=None)["loss"] == footprint.loss_bytes(64, rows)
+    assert needs(chunk_tokens=16)["loss"] == footprint.loss_bytes(16, 12)
+    assert needs(target="online")["target"] == footprint.weight_bytes(target, torch.float32)
+    assert needs(target="online")["loss"] == footprint.loss_bytes(64, rows)
+    selecting = needs(selected_share=0.5, reference_draft="data/draft")
+    assert selecting["reference draft"] == footprint.weight_bytes(draft, torch.float32)
+    eighth = needs(optimizer="adamw_8bit")["weights, gradients and optimizer"]
+    assert (
+        eighth == 10 * draft.num_parameters()
+        and stored["weights, gradients and optimizer"] == 16 * draft.num_parameters()
+    )
+    phase = needs(on_policy=on_policy_config(steps=1, prompts_per_step=50))
+    assert phase["target"] > 0 and phase["activations"] > stored["activations"]
+    assert phase["loss"] == footprint.loss_bytes(50 * 6, rows), "of all answer tokens at once"
 
 
 def test_decoded_tokens_are_bounded_by_the_golden_prompts():

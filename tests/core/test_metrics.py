@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from pipeline.core.evaluation import Agreement, agreement_metrics
-from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, ratio, ratio_measure
+from pipeline.core.metrics import (
+    acceptance_by_position,
+    aggregate,
+    expected_first_acceptance,
+    greedy_rounds,
+    ratio,
+    ratio_measure,
+)
 
 
 def test_ratio_of_sums_and_no_data():
@@ -74,3 +81,10 @@ def test_aggregate_adds_all():
         "b": ["b"],
         "all": ["ab", "b", "ac"],
     }
+
+
+def test_greedy_rounds_follow_the_targets_text():
+    """The first token is the prefill's; a round ends at the first miss, whose place the target's own token takes."""
+    assert greedy_rounds([False, True, True, False, True, False, True], 2) == [(2, 2), (1, 2), (1, 1)]
+    assert greedy_rounds([True], 4) == [] and greedy_rounds([True] * 6, 4) == [(4, 4)]
+    assert greedy_rounds([True, False, True, True], 4) == [(0, 4), (2, 2)]

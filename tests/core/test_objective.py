@@ -11,6 +11,8 @@ from tiny_answers import answers_of
 from tiny_models import noisy_copy, tiny_llama
 
 from pipeline.core.batches import AnswerBatches, answer_logits
+from pipeline.core.decoding import DecodeConfig, decode
+from pipeline.core.drafters import ModelDrafter
 from pipeline.core.losses import NAMES, divergence
 from pipeline.core.objective import Objective, as_forward_of, chunked_sum
 
@@ -167,13 +169,31 @@ def test_selection_trains_the_tokens_that_are_hard_and_learnable(target, draft, 
 
 
 def test_agreement_counts_both_heads_and_the_overlap(target, draft, batch):
-    count, trimmed, full, overlap = objective(head=HEAD).agreement(draft, batch).tolist()
+    found = objective(head=HEAD).agreement(draft, batch)
+    trimmed, full, overlap = found.sum(dim=0).tolist()
     p, q = (answer_logits(model, batch, None) for model in (target, draft))
     head = torch.tensor(HEAD)
-    assert count == len(batch["labels"])
+    assert found.shape == (len(batch["labels"]), 3)
     assert full == (p.argmax(-1) == q.argmax(-1)).sum()
     assert trimmed == (p.argmax(-1) == head[q[:, head].argmax(-1)]).sum()
     assert overlap == pytest.approx(torch.minimum(p.softmax(-1), q.softmax(-1)).sum().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.2, 0.3])
+def test_the_acceptance_rate_is_that_of_the_decoder(target, noise):
+    """Greedy rounds are decided by what the draft says on the target's own answers: no decoding is needed to count them."""
+    draft, answers = noisy_copy(target, noise), answers_of(target, 12)
+    batches = AnswerBatches(answers, HEAD, 64, seed=0)
+    figures = objective(head=HEAD).dev_figures(draft, batches)
+    accepted = drafted = 0
+    for answer in answers:
+        config = DecodeConfig(draft_length=4, max_new_tokens=len(answer.answer_ids), allowed_token_ids=range(100))
+        found = decode(target, ModelDrafter(draft, HEAD, False), [answer.prompt_ids.tolist()], config).sequences[0]
+        assert found.token_ids == answer.answer_ids.tolist()
+        accepted += sum(block.accepted for block in found.rounds)
+        drafted += sum(block.drafted for block in found.rounds)
+    assert 0 < accepted < drafted
+    assert figures["dev_acceptance_rate"] == pytest.approx(accepted / drafted)
 
 
 def test_padding_rows_of_target_and_draft_play_no_part(target, batch):
