@@ -16,7 +16,7 @@ from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
-from pipeline.core.evaluation_settings import Contestants, DecodeSettings, Draft, EvaluateConfig
+from pipeline.core.evaluation_settings import Contestants, DecodeSettings, Draft, EvaluateConfig, Sibling
 from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(

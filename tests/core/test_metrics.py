@@ -7,6 +7,7 @@ from pipeline.core.evaluation import Agreement, agreement_metrics, longest_wait
 from pipeline.core.metrics import (
     acceptance_by_position,
     aggregate,
+    difference_measure,
     expected_first_acceptance,
     greedy_rounds,
     ratio,
