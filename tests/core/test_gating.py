@@ -17,7 +17,7 @@ def entry(value, interval=None, reason=None):
 
 def metrics(**legal):
     return {
-        "candidates": {"distilled": {"legal": legal, "code": {}, "all": {}}},
+        "candidates": {"distilled": {"legal": legal, "all": {}}},
         "lossless": entry(1.0),
         "draft_fingerprint": "new",
         "champion": None,
@@ -139,6 +139,7 @@ def test_a_draft_as_good_as_the_target_and_as_slow_passes_acceptance_and_fails_s
 
 def test_too_few_prompts_and_too_much_memory_fail():
     found = metrics(speedup=entry(1.5))
+    found["candidates"]["distilled"]["code"] = {}
     states = [
         judge(found, [rule])["checks"][0]["state"]
         for rule in (
@@ -159,6 +160,7 @@ CHAMPION = {"fingerprint": "old", "version": "3"}
 def against(champion, compared, versus=None, skipped=None):
     """The states of a rule for each domain that compares with the champion."""
     found = {**metrics(), "champion": compared, "versus_champion": versus, "skipped": skipped or {}}
+    found["candidates"]["distilled"]["code"] = {}
     verdict = judge(found, [check("token_acceptance_difference", domain="each", threshold=-0.03)], champion)
     return {item["domain"]: item["state"] for item in verdict["checks"]}, verdict
 
