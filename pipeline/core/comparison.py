@@ -117,7 +117,7 @@ def evaluate(
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
         "costs": costs.document(),
-        "memory": memory(packed, timed, settings, candidates[DISTILLED].get(models.domain, {})),
+        "memory": memory(models, timed, settings, candidates[DISTILLED].get(models.domain, {})),
         "served_gap": gap,
         "warnings": _warnings(gap, models.domain, dev_agreement, candidates[DISTILLED].get(models.domain, {})),
         "machine": machine(),
