@@ -33,7 +33,7 @@ from pipeline import stage
 from pipeline.adapters.answer_files import read_answers
 from pipeline.adapters.drafts import load_draft, read_draft_facts
 from pipeline.core.artifacts import fingerprint
-from pipeline.core.comparison import Contestants
+from pipeline.core.evaluation_settings import DISTILLED, Contestants, Draft
 from pipeline.core.training import DistillConfig
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
@@ -264,7 +264,8 @@ def _by_domain(lab: Lab, trained: Trained) -> dict:
 def limits(lab: Lab) -> None:
     """The pipeline's own draft on dev prompts by temperature, and on free writing, where it should be refused."""
     draft, head = load_draft(stage.input_path("data/draft"), lab.target)
-    models = Contestants(lab.target.model, draft, draft, head, True, range(lab.vocabulary), lab.domain)
+    drafts = {DISTILLED: Draft(draft, head)}
+    models = Contestants(lab.target.model, drafts, True, range(lab.vocabulary), lab.domain)
     made = read_draft_facts(stage.input_path("data/draft"))
     results = Results("limits", {"draft": made["fingerprint"], **lab.facts})
     rows = []

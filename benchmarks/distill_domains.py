@@ -15,8 +15,9 @@ from tqdm import tqdm
 from pipeline import stage
 from pipeline.adapters.targets import Target
 from pipeline.core.answers import Answer
-from pipeline.core.comparison import DISTILLED, Contestants, DecodeSettings, EvaluateConfig, evaluate
+from pipeline.core.comparison import evaluate
 from pipeline.core.decoding import DecodeConfig
+from pipeline.core.evaluation_settings import DISTILLED, Contestants, DecodeSettings, EvaluateConfig
 from pipeline.core.gating import judge
 from pipeline.core.generation import EncodedPrompt, generate_answers
 from pipeline.core.templates import encode_prompts
@@ -29,7 +30,10 @@ CREATIVE_PROMPTS = [
     for form in ("Write a short story", "Write a poem", "Invent a dialogue", "Write the opening of a novel")
     for subject in ("a lighthouse", "two rivals who must share a boat", "the last tree in a city", "a forgotten song")
 ]
-NOT_TIMED = {"timed_prompts_other": 0, "baseline_prompts": 0, "reference_prompts": 0, "lossless_prompts": 2}
+NOT_TIMED = {
+    "timed_prompts_other": 0, "baseline_prompts": 0, "reference_prompts": 0, "lossless_prompts": 2, "batch_prompts": 0,
+    "temperature_prompts": 0,
+}  # fmt: skip
 
 
 def creative_answers(target: Target, new_tokens: int, slots: int, seed: int) -> list[Answer]:

@@ -38,8 +38,9 @@ from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint
 from pipeline.core.cache import layer_types
-from pipeline.core.comparison import DecodeSettings, EvaluateConfig, machine
+from pipeline.core.comparison import machine
 from pipeline.core.errors import PipelineError
+from pipeline.core.evaluation_settings import DecodeSettings, EvaluateConfig
 from pipeline.core.models import (
     ModelConfig,
     default_device,

@@ -1,26 +1,45 @@
-"""evaluate: measure the draft in our decoder.
+"""evaluate: measure the draft in our decoder, beside what one could use instead.
 
-Reads:  data/draft, data/answers/{dev,golden}, the target.
+Reads:  data/draft, data/answers/{dev,golden}, the target, data/champion/metrics.json if any (and the draft that it names, from
+        the registry).
 Writes: data/eval/metrics.json (everything), summary.json (headline figures, the DVC metric), requests.parquet and
         rounds.parquet (raw counts).
-Does:   token acceptance on all golden answers; the draft length chosen on dev; acceptance and speed of prompt lookup, the
-        undistilled and the distilled draft on golden prompts, paired with plain decoding; losslessness in float32.
+Does:   token acceptance on all golden answers; the draft length chosen on dev; acceptance, speed and waiting times of prompt
+        lookup, siblings off the shelf, the undistilled and the distilled draft and the champion on golden prompts, paired with
+        plain decoding; the distilled draft by draft length, batch size and temperature; losslessness in float32. A
+        candidate that is not to be had is skipped by name.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import hydra
 
 from pipeline.adapters.answer_files import read_answers, read_facts
 from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, read_draft_facts
+from pipeline.adapters.registered_drafts import find_registered
 from pipeline.adapters.request_files import write_requests
 from pipeline.adapters.targets import Target, check_same_target
-from pipeline.core.artifacts import atomic_path, write_json
-from pipeline.core.comparison import Contestants, DecodeSettings, EvaluateConfig, evaluate, summarise
-from pipeline.core.models import ModelConfig, cast_parameters
+from pipeline.core.artifacts import atomic_path, read_json, write_json
+from pipeline.core.comparison import evaluate, summarise
+from pipeline.core.errors import PipelineError
+from pipeline.core.evaluation_settings import (
+    CHAMPION,
+    DISTILLED,
+    UNDISTILLED,
+    Contestants,
+    DecodeSettings,
+    Draft,
+    EvaluateConfig,
+    Sibling,
+)
+from pipeline.core.models import DTYPES, ModelConfig, cast_parameters
 from pipeline.stage import execute, input_path, output_path, write_effective_config
+
+CHAMPION_FILE = "data/champion/metrics.json"
+STORE_TIMEOUT_SECONDS = 10.0
 
 
 @dataclass
@@ -33,26 +52,19 @@ class Config:
 
 
 def run(config: Config) -> None:
-    root = input_path("")
-    target = Target(config.target, root)
-    made = read_draft_facts(input_path("data/draft"))
-    start = config.draft.recorded(made)
-    check_draft(start, target, root)
+    target = Target(config.target, input_path(""))
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
-    distilled, head = load_draft(input_path("data/draft"), target)
-    undistilled = cast_parameters(initial_draft(start, target, root, config.seed), distilled.dtype)
-    vocabulary = range(target.vocabulary_size)
-    half_weights = config.decode.draft_half_weights
-    models = Contestants(target.model, undistilled, distilled, head, half_weights, vocabulary, facts["target_domain"])
+    made = read_draft_facts(input_path("data/draft"))
+    models = contestants(config, target, made, facts["target_domain"])
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
-    identity = {"name": config.target.name, "id": config.target.id, "revision": config.target.revision}
-    key = target.compatibility_key
+    champion = _champion_facts()
     metrics = {
-        "target": identity,
-        "compatibility_key": key,
+        "target": {"name": config.target.name, "id": config.target.id, "revision": config.target.revision},
+        "compatibility_key": target.compatibility_key,
         "draft_fingerprint": made["fingerprint"],
+        "champion": champion and {name: champion[name] for name in ("model_name", "version", "fingerprint")},
         **outcome.metrics,
     }
     with atomic_path(output_path("data/eval")) as folder:
@@ -61,6 +73,56 @@ def run(config: Config) -> None:
         write_json(folder / "summary.json", "domain-draft/summary", 1, summarise(metrics))
         write_requests(folder, outcome.requests)
         write_effective_config(folder, config)
+
+
+def contestants(config: Config, target: Target, made: dict[str, Any], domain: str) -> Contestants:
+    """Everything that takes part, in the order of the tables; `made` are the facts of data/draft."""
+    root = input_path("")
+    start = config.draft.recorded(made)
+    check_draft(start, target, root)
+    distilled, head = load_draft(input_path("data/draft"), target)
+    undistilled = cast_parameters(initial_draft(start, target, root, config.seed), distilled.dtype)
+    drafts: dict[str, Draft] = {}
+    skipped: dict[str, str] = {}
+    for sibling in config.evaluate.siblings:
+        try:
+            drafts[sibling.name] = _sibling(sibling, target, made["dtype"])
+        except PipelineError as error:
+            skipped[sibling.name] = error.reason
+    drafts[UNDISTILLED] = Draft(undistilled, head)
+    drafts[DISTILLED] = Draft(distilled, head)
+    try:
+        drafts[CHAMPION] = _champion(target, made["fingerprint"])
+    except PipelineError as error:
+        skipped[CHAMPION] = error.reason
+    vocabulary = range(target.vocabulary_size)
+    return Contestants(target.model, drafts, config.decode.draft_half_weights, vocabulary, domain, skipped)
+
+
+def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
+    start = DraftConfig(name=sibling.name, init="pretrained", id=sibling.id, revision=sibling.revision)
+    shared = check_draft(start, target, input_path("")).shared_ids
+    model = initial_draft(start, target, input_path(""))
+    return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))
+
+
+def _champion_facts() -> dict[str, Any] | None:
+    """What promotion wrote about the present champion; None before the first."""
+    path = input_path(CHAMPION_FILE)
+    return read_json(path, "domain-draft/champion", 1) if path.exists() else None
+
+
+def _champion(target: Target, fingerprint: str) -> Draft:
+    """The champion's draft from the registry; `PipelineError` where there is none to compare the draft `fingerprint` with."""
+    facts = _champion_facts()
+    if facts is None:
+        raise PipelineError("no draft was promoted yet", "promote one: `make promote`.")
+    if facts["fingerprint"] == fingerprint:
+        raise PipelineError("the champion is this very draft", "none needed.")
+    uri = f"models:/{facts['model_name']}/{facts['version']}"
+    root = input_path("")
+    folder = find_registered(uri, facts["tracking_uri"], STORE_TIMEOUT_SECONDS, root).folder(root)
+    return Draft(*load_draft(folder, target))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

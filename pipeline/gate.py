@@ -1,6 +1,6 @@
 """Stage gate: judge the measured draft by the thresholds of conf/gate/.
 
-Reads:  data/eval/metrics.json
+Reads:  data/eval/metrics.json, data/champion/metrics.json if any
 Writes: data/gate/verdict.json (schema "domain-draft/verdict"), with the effective config inside
 Does:   compares each check with its metric and prints one line per check. A failed gate is a result, not an error:
         the last stage of the pipeline enforces it.
@@ -38,7 +38,9 @@ def run(config: Config) -> None:
     Raises `PipelineError` when the metrics are missing or the gate has no checks.
     """
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
-    verdict = judge(metrics, config.gate.checks)
+    champion = input_path("data/champion/metrics.json")
+    present = read_json(champion, "domain-draft/champion", 1) if champion.exists() else None
+    verdict = judge(metrics, config.gate.checks, present)
     facts = {"gate": config.gate.name, "model_name": config.gate.model_name, **verdict, "config": asdict(config)}
     write_json(output_path("data/gate/verdict.json"), "domain-draft/verdict", 1, facts)
     print(f"gate {config.gate.name!r}")

@@ -30,7 +30,8 @@ def missing(reason):
 def teacher_forced(value, full_head):
     shares = {"token_acceptance_trimmed_head": value, "token_acceptance_without_loops": value - 0.03}
     full = missing("this candidate has no output head") if full_head is None else entry(full_head)
-    return {**{name: entry(share, count=72) for name, share in shares.items()}, "token_acceptance_full_head": full}
+    others = ("token_acceptance_full_head", "token_acceptance_greedy_draft", "token_acceptance_exact_match")
+    return {**{name: entry(share, count=72) for name, share in shares.items()}, **dict.fromkeys(others, full)}
 
 
 def served(rate, speedup, positions):
@@ -42,8 +43,44 @@ def served(rate, speedup, positions):
         "tokens_per_second": entry(22.5 * speedup, 0.8),
         "plain_tokens_per_second": entry(22.5, 0.4),
         "ttft_seconds": entry(0.081, 0.004),
-        "itl_p95_seconds": {"value": 0.0612, "interval": None, "count": 24, "reason": None},
+        "ttft_ratio": entry(1.12, 0.05),
+        "latency_seconds": entry(1.93, 0.05),
+        "target_passes_saved": entry(0.41, 0.03),
+        **{f"itl_p{percent}_seconds": flat(0.0012 * percent) for percent in (50, 95, 99)},
+        "itl_jitter_seconds": flat(0.031),
+        "smoothness": flat(1.21),
     }
+
+
+def flat(value):
+    return {"value": value, "interval": None, "count": 24, "reason": None}
+
+
+def conditions(found):
+    """The rows and tables beside the headline; `found` are the distilled draft's measures by domain."""
+    both = {f"{name}, continuation": measures for name, measures in found.items() if name != "all"}
+    row = {
+        name: entry(value) for name, value in (("acceptance_rate", 0.5), ("speedup", 1.27), ("tokens_per_second", 80.0))
+    }
+    row |= {"plain_tokens_per_second": entry(63.0), **teacher_forced(0.55, 0.54)}
+    untimed = {**row, "speedup": missing("not timed")}
+    return {
+        "by_task": {"distilled": {**both, "all": found["all"]}},
+        "by_prompt_length": {"distilled": {"under 1k": found["all"], "all": found["all"]}},
+        "by_draft_length": [
+            {"draft_length": k, "expected_acceptance_rate": 0.7, "predicted_speedup": 1.2 + k / 10, **untimed} for k in (1, 2)
+        ],
+        "by_batch": [{"batch": 4, "draft_length": 2, "predicted_speedup": 1.3, **row}, {"batch": 8, "draft_length": None, **untimed}],
+        "by_temperature": [{"temperature": 0.7, "draft_length": 4, **row}],
+        "versus_champion": None,
+        "champion": None,
+        "skipped": {"champion": "no draft was promoted yet"},
+        "dev": teacher_forced(0.64, 0.63),
+        "memory": {
+            "target_weight_bytes": 269 << 20, "target_cache_bytes": 9 << 20, "draft_weight_bytes": 74 << 20, "draft_cache_bytes": 1 << 20,
+            "cache_positions": 224, "draft_share": 0.21, "peak_bytes": 1500 << 20, "memory_efficiency": entry(5.6, 0.4),
+        },
+    }  # fmt: skip
 
 
 def sample_candidates(domain):
@@ -97,6 +134,7 @@ def sample_metrics(domain="legal"):
             "device": "cpu",
         },
         "candidates": sample_candidates(domain),
+        **conditions(sample_candidates(domain)["distilled"]),
         "lossless": {
             "value": 1.0,
             "interval": None,
@@ -245,9 +283,39 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
         "lower is better",
         "Some CPU (AVX512)",
         "42.5 M parameters",
+        "Not compared: champion: no draft was promoted yet.",
+        "64.0 % on dev prompts, 62.1 % on golden ones",
+        "legal, continuation",
+        "under 1k",
+        "requests together",
+        "1.27×",
+        "not timed",
+        "p(argmax q): vLLM's default",
+        "1.21×",
+        "269.0 MiB",
+        "predicted on dev",
     ):
         assert expected in text
     assert page_of(project).startswith("<!doctype html>")
+
+
+def test_the_champion_is_compared_where_there_is_one(project):
+    assert "Against the champion" not in _page_with(project, None)
+    versus = {
+        "token_acceptance_difference": entry(0.031),
+        "acceptance_rate_difference": entry(0.044),
+        "speedup_ratio": entry(1.08),
+    }
+    text = _page_with(project, {"legal": versus, "all": versus})
+    assert "Against the champion" in text and "Version 7 of tiny-legal-draft" in text
+    assert "3.1 % (" not in text and "3.1 %" in text and "1.08×" in text
+
+
+def _page_with(project, versus):
+    champion = {"model_name": "tiny-legal-draft", "version": "7", "fingerprint": "eeee"}
+    write_artifacts(project, {**sample_metrics(), "versus_champion": versus, "champion": champion})
+    report.run(config())
+    return Text(page_of(project)).text
 
 
 def test_a_missing_number_shows_its_reason(project):
@@ -281,6 +349,7 @@ def test_an_evaluation_without_timed_prompts_still_renders(project):
     for candidate in metrics["candidates"].values():
         candidate["legal"] = {name: candidate["legal"][name] for name in shares}
         del candidate["all"], candidate["code"]
+    metrics |= {"by_draft_length": [], "by_batch": [], "by_temperature": []}
     write_artifacts(project, metrics)
     report.run(config())
     page = Text(page_of(project))

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.adapters.report_conditions import condition_lines, condition_sentences, condition_tables
+from pipeline.adapters.report_elements import (
+    Bar,
+    Bars,
+    Cell,
+    Line,
+    Lines,
+    Table,
+    measure_cell,
+    number_cell,
+    number_or_reason,
+)
 from pipeline.core.gating import CANDIDATE
 from pipeline.core.metrics import METRICS
 from pipeline.core.report_page import (
@@ -22,7 +33,6 @@ from pipeline.core.report_page import (
     predicted,
     quantity,
     registration,
-    span,
     words,
 )
 
@@ -33,57 +43,6 @@ PREDICTIONS = {
     "simple": "1 / (1 - a (1 - c)), a = acceptance rate; optimistic, never gated",
 }
 STATISTIC_WORDS = {"point": "", "lower": "lower end ", "upper": "upper end "}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """`note` stands in small type under the text; `kind`: "", "number", "limit", "missing", or a check's state."""
-
-    text: str
-    note: str = ""
-    kind: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    columns: list[str]
-    rows: list[list[Cell]]
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A horizontal bar; `length` and the ends of the interval are percentages of its frame."""
-
-    label: str
-    series: int
-    text: str
-    length: float
-    interval: tuple[float, float] | None
-
-
-@dataclass(frozen=True)
-class Bars:
-    groups: list[tuple[str, list[Bar]]]  # a heading and its bars
-    reference: float | None  # where a ratio of 1 lies, a percentage of the frame
-
-
-@dataclass(frozen=True)
-class Line:
-    """A line through `points`, percentages of the frame from its lower left corner, each with its value as text."""
-
-    label: str
-    series: int
-    points: list[tuple[float, float, str]]
-
-
-@dataclass(frozen=True)
-class Lines:
-    """Ticks are pairs of a percentage of the frame and a text."""
-
-    lines: list[Line]
-    x_ticks: list[tuple[float, str]]
-    y_ticks: list[tuple[float, str]]
-    x_label: str
 
 
 def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
@@ -106,6 +65,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "training_sentence": _training_sentence(plots["history"]),
         "cost_sentence": _cost_sentence(documents.metrics),
         "reference_sentence": _reference_sentence(documents.metrics["reference"]),
+        **condition_sentences(documents.metrics),
         "tables": _tables(documents, plots),
         "charts": _charts(documents.metrics, plots),
     }
@@ -126,6 +86,7 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
         "definitions": _definition_table(),
         "settings": _settings_table(documents),
         "machine": _facts_table(metrics["machine"]),
+        **condition_tables(metrics),
     }
 
 
@@ -142,6 +103,7 @@ def _charts(metrics: dict[str, Any], plots: dict[str, list[dict[str, Any]]]) -> 
         "positions": _step_lines(positions, "share", "position in the drafted block"),
         "verify_cost": _step_lines({"verify cost": costs}, "ratio", "tokens in the target's pass (k + 1)"),
         "training": _training_lines(plots["history"]),
+        **{name: _step_lines(*lines) for name, lines in condition_lines(metrics).items()},
     }
 
 
@@ -163,25 +125,11 @@ def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
     domain, settings, lossless = metrics["domain"], metrics["settings"], metrics["lossless"]
     chosen = {"dev": "chosen on dev prompts", "configuration": "set in the configuration"}
     return [
-        (f"token acceptance on {domain}", _cell(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")),
-        (f"speedup on {domain}", _cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio")),
+        (f"token acceptance on {domain}", measure_cell(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")),
+        (f"speedup on {domain}", measure_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio")),
         ("draft length k", Cell(str(settings["draft_length"]), chosen[settings["draft_length_chosen_on"]])),
-        ("lossless", _cell(lossless, "share", f"of {lossless['count']} decoded prompts")),
+        ("lossless", measure_cell(lossless, "share", f"of {lossless['count']} decoded prompts")),
     ]
-
-
-def _cell(entry: dict[str, Any], unit: str, note: str = "") -> Cell:
-    if entry["value"] is None:
-        return Cell(entry["reason"], kind="missing")
-    return Cell(quantity(entry["value"], unit), note or span(entry["interval"], unit), "number")
-
-
-def _number(value: float, unit: str) -> Cell:
-    return Cell(quantity(value, unit), kind="number")
-
-
-def _or_reason(value: float | None, unit: str, reason: str) -> Cell:
-    return Cell(reason, kind="missing") if value is None else _number(value, unit)
 
 
 def _check_table(verdict: dict[str, Any]) -> Table:
@@ -192,7 +140,7 @@ def _check_table(verdict: dict[str, Any]) -> Table:
         notes = [] if item["shortfall"] is None else [f"missed by {_distance(item['shortfall'], unit)}"]
         notes += [item["reason"]] if item["reason"] and item["value"] is not None else []
         notes += ["a warning only"] if item["severity"] == "warn" else []
-        value = _cell(item, unit)
+        value = measure_cell(item, unit)
         rows.append(
             [
                 Cell(item["state"], kind=item["state"].replace(" ", "-")),
@@ -222,9 +170,9 @@ def _acceptance_table(metrics: dict[str, Any]) -> Table:
                 [
                     Cell(domain),
                     Cell(words(candidate)),
-                    *(_cell(entry, "share") for entry in entries),
-                    _cell(length, "tokens per round"),
-                    _number(entries[0]["count"], "tokens"),
+                    *(measure_cell(entry, "share") for entry in entries),
+                    measure_cell(length, "tokens per round"),
+                    number_cell(entries[0]["count"], "tokens"),
                 ]
             )
     k = metrics["settings"]["draft_length"]
@@ -247,19 +195,19 @@ def _speed_table(metrics: dict[str, Any]) -> Table:
             entries = {name: found(metrics, candidate, domain, name) for name in columns}
             if candidate != CANDIDATE and entries["speedup"]["value"] is None:
                 continue  # what it is compared with is timed on prompts of the target domain only
-            cells = [_cell(entry, METRICS[name].unit) for name, entry in entries.items()]
-            count = _number(entries["speedup"]["count"], "tokens")
+            cells = [measure_cell(entry, METRICS[name].unit) for name, entry in entries.items()]
+            count = number_cell(entries["speedup"]["count"], "tokens")
             rows.append([Cell(domain), Cell(words(candidate)), *cells, count])
     return Table(["domain", "candidate", *columns.values(), "prompts"], rows)
 
 
 def _prediction_table(metrics: dict[str, Any]) -> Table:
     shown = domains(metrics)
-    speedups = [_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio") for domain in shown]
+    speedups = [measure_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio") for domain in shown]
     rows = [[Cell("measured"), Cell("plain seconds / speculative seconds, both prefills included"), *speedups]]
     for name, formula in PREDICTIONS.items():
         values = [predicted(metrics, CANDIDATE, domain, name) for domain in shown]
-        cells = [_or_reason(value, "ratio", "needs figures that were not measured") for value in values]
+        cells = [number_or_reason(value, "ratio", "needs figures that were not measured") for value in values]
         rows.append([Cell(name), Cell(formula), *cells])
     return Table(["speedup", "formula", *shown], rows)
 
@@ -288,7 +236,8 @@ def _cost_sentence(metrics: dict[str, Any]) -> str:
 
 def _verify_cost_table(rows: list[dict[str, Any]]) -> Table:
     cells = [
-        [_number(row["tokens"], "tokens"), _number(row["seconds"], "s"), _number(row["ratio"], "ratio")] for row in rows
+        [number_cell(row["tokens"], "tokens"), number_cell(row["seconds"], "s"), number_cell(row["ratio"], "ratio")]
+        for row in rows
     ]
     return Table(["tokens in the pass", "time", "v: over the time for one token"], cells)
 
@@ -335,7 +284,7 @@ def _departure_table(metrics: dict[str, Any]) -> Table:
 
 
 def _departed(item: dict[str, Any]) -> list[Cell]:
-    return [Cell(item["prompt_id"]), Cell(words(item["candidate"])), _number(item["token_index"] + 1, "tokens")]
+    return [Cell(item["prompt_id"]), Cell(words(item["candidate"])), number_cell(item["token_index"] + 1, "tokens")]
 
 
 def _training_sentence(history: list[dict[str, str]]) -> str:
@@ -356,7 +305,7 @@ def _prompt_table(prompts: dict[str, Any]) -> Table:
         for domain, asked in wanted.items():
             counts = prompts["prompts"][split].get(domain, {})
             numbers = [*(counts.get(task, 0) for task in tasks), sum(counts.values()), asked]
-            rows.append([Cell(split), Cell(domain), *(_number(number, "tokens") for number in numbers)])
+            rows.append([Cell(split), Cell(domain), *(number_cell(number, "tokens") for number in numbers)])
     return Table(["split", "domain", *tasks, "prompts", "asked for"], rows)
 
 
@@ -364,9 +313,9 @@ def _source_table(prompts: dict[str, Any]) -> Table:
     rows = [
         [
             Cell(domain),
-            _number(count, "tokens"),
-            _number(prompts["clusters"][domain], "tokens"),
-            _number(prompts["near_duplicate_share"][domain], "share"),
+            number_cell(count, "tokens"),
+            number_cell(prompts["clusters"][domain], "tokens"),
+            number_cell(prompts["near_duplicate_share"][domain], "share"),
         ]
         for domain, count in prompts["documents"].items()
     ]

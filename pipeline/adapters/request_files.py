@@ -11,7 +11,7 @@ from pipeline.core.evaluation import Request
 
 _REQUEST_FIELDS = (
     "candidate", "prompt_id", "domain", "task", "cluster", "prompt_tokens", "seconds", "plain_seconds", "ttft_seconds",
-    "first_departure",
+    "plain_ttft_seconds",    "first_departure",
 )  # fmt: skip
 
 

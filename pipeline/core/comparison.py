@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import hashlib
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, List
+from typing import Any
 
 import torch
 import transformers
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
+from pipeline.core.conditions import by_batch, by_draft_length, by_temperature, dev_acceptance, pick, versus_champion
 from pipeline.core.cost_measurement import measure_costs
-from pipeline.core.decoding import DecodeConfig, Decoder
-from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from pipeline.core.decoding import DecodeConfig
+from pipeline.core.drafters import Drafter, PromptLookupDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import (
     Agreement,
@@ -34,78 +34,27 @@ from pipeline.core.evaluation import (
     served_metrics,
     teacher_forced,
     time_candidates,
-    time_one,
+)
+from pipeline.core.evaluation_settings import (
+    CHAMPION,
+    DISTILLED,
+    LOOKUP,
+    PLAIN,
+    Contestants,
+    DecodeSettings,
+    EvaluateConfig,
 )
 from pipeline.core.experts import experts_touched
-from pipeline.core.metrics import acceptance_by_position, aggregate, expected_first_acceptance, no_data
+from pipeline.core.memory import memory
+from pipeline.core.metrics import aggregate, expected_first_acceptance, no_data
 from pipeline.core.models import max_positions
 from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
 
-PLAIN, LOOKUP, UNDISTILLED, DISTILLED = "plain", "prompt_lookup", "undistilled", "distilled"
 COST_CONTEXT_TOKENS, COST_REPEATS = 128, 9
 EXPERT_TEXTS = 16  # golden prompts with answers over which the experts of a mixture are counted
-SERVED_GAP_WORTH_A_WARNING = 0.1
-
-
-@dataclass
-class DecodeSettings(Sampling):
-    """How the draft is served: the sampling, and the tokens drafted per round."""
-
-    draft_length: int | None = None  # k; null: chosen on dev
-    draft_half_weights: bool = False  # on a CPU, stream the draft's weights in half as many bytes
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_length is not None and self.draft_length < 1:
-            raise ValueError(f"decode.draft_length must be >= 1 or null, got {self.draft_length}")
-
-
-@dataclass
-class EvaluateConfig:
-    """How much is measured."""
-
-    max_new_tokens: int  # tokens decoded per timed prompt, EOS ignored
-    timed_prompts: int  # golden prompts of the target domain, distilled draft against plain
-    timed_prompts_other: int  # golden prompts of each other domain
-    baseline_prompts: int  # of those of the target domain, for prompt lookup and the undistilled draft
-    reference_prompts: int  # of those of the target domain, for transformers' own plain decoding
-    dev_prompts: int  # dev prompts of the target domain, for the choice of the draft length
-    draft_lengths: List[int]  # candidates for k
-    lookup_ngram: int  # longest n-gram that prompt lookup matches
-    lossless_prompts: int  # golden prompts decoded in float32 when the timed runs are not
-    lossless_new_tokens: int  # tokens of each
-    near_tie_gap: float  # half precision: largest float32 logit gap at which a departure from plain decoding is legal
-    bootstrap_samples: int  # resamples behind a 95 % interval
-    tokens_per_forward: int  # tokens of one teacher-forced pass
-
-    def __post_init__(self) -> None:
-        if not self.draft_lengths or min(self.draft_lengths) < 1:
-            raise ValueError(f"evaluate.draft_lengths must be numbers >= 1, got {self.draft_lengths}")
-        for name, value in vars(self).items():
-            least = 0 if name in ("timed_prompts_other", "baseline_prompts", "reference_prompts", "near_tie_gap") else 1
-            if name != "draft_lengths" and not least <= value < float("inf"):
-                raise ValueError(f"evaluate.{name} must be >= {least}, got {value}")
-
-
-@dataclass
-class Contestants:
-    """The models of an evaluation, the ids that the target may emit, and the target domain.
-
-    `head_token_ids` are the only ids that the drafts guess: those of the domain that both tokenizers share.
-    """
-
-    target: PreTrainedModel
-    undistilled: PreTrainedModel
-    distilled: PreTrainedModel
-    head_token_ids: list[int]
-    half_weights: bool  # on a CPU, the drafts' float32 weights are streamed in float16
-    vocabulary: range
-    domain: str
-
-    def drafter(self, model: PreTrainedModel) -> ModelDrafter:
-        """One of the drafts as it is served."""
-        return ModelDrafter(model, self.head_token_ids, self.half_weights)
+GAP_WORTH_A_WARNING = 0.1
+PROMPT_LENGTHS = ((1024, "under 1k"), (4096, "1k to 4k"), (16_384, "4k to 16k"), (1 << 62, "above 16k"))  # tokens
 
 
 @dataclass
@@ -124,7 +73,10 @@ def evaluate(
     config: EvaluateConfig,
     seed: int,
 ) -> Outcome:
-    """Measure the distilled draft beside prompt lookup and its undistilled self on golden prompts."""
+    """Measure the distilled draft beside all other candidates on golden prompts, in one engine and one run.
+
+    All candidates draft as many tokens as suits the distilled one.
+    """
     sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
     lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
     _check_lengths(models, [*dev, *golden], max(lengths), config)
@@ -132,30 +84,42 @@ def evaluate(
     packed = dataclasses.replace(models, target=decoding_view(models.target))
     costs = _costs(packed, dev, lengths)
     settings = DecodeConfig(
-        draft_length=decode.draft_length or max(lengths),
+        draft_length=max(lengths),
         max_new_tokens=config.max_new_tokens,
         allowed_token_ids=models.vocabulary,
         **vars(sampling),
     )
-    if decode.draft_length is None:
-        chosen = _choose_draft_length(packed, dev, costs, settings, config, seed)
-        settings = dataclasses.replace(settings, draft_length=chosen)
-    timed, roster = _roster(models.domain, golden, config)
-    engine = _engine(packed, settings, config, [LOOKUP, UNDISTILLED, DISTILLED])
+    own_dev = [answer for answer in dev if answer.domain == models.domain]
+    by_position = dev_acceptance(packed, pick(own_dev, config.dev_prompts), settings, seed)
+    chosen = decode.draft_length or cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
+    settings = dataclasses.replace(settings, draft_length=chosen)
+    timed, roster = _roster(models, golden, config)
+    engine = _engine(packed, settings, config)
     requests, plain = time_candidates(engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden")
-    candidates = _candidates(requests, agreements, settings.draft_length, costs, config)
-    decoded = {answer.prompt_id for answer in timed if answer.domain == models.domain}
-    agreed = [row for row in agreements[DISTILLED] if row.prompt_id in decoded]
-    gap = served_gap(candidates[DISTILLED], models.domain, agreed, settings.draft_length, config.max_new_tokens)
+    candidates = _candidates(requests, agreements, chosen, config, lambda row: row.domain)
+    for metrics in candidates[DISTILLED].values():
+        metrics["predicted_speedup"] = _predictions(metrics, chosen, costs)
+    own = [answer for answer in golden if answer.domain == models.domain]
+    gap = _served_gap(models.domain, timed, candidates[DISTILLED], agreements[DISTILLED], chosen, config)
+    dev_agreement = agreement_metrics(_distilled_agreement(models, own_dev, config, sampling), config.bootstrap_samples)
     metrics = {
         "domain": models.domain,
         "settings": _settings(models, decode, settings),
         "candidates": candidates,
+        "skipped": models.skipped,
+        "by_task": _candidates(requests, agreements, chosen, config, lambda row: f"{row.domain}, {row.task}"),
+        "by_prompt_length": _candidates(requests, agreements, chosen, config, _prompt_length),
+        "by_draft_length": by_draft_length(packed, own_dev, by_position, costs, settings, config, seed),
+        "by_batch": by_batch(packed, own, by_position, decode, settings, config, seed),
+        "by_temperature": by_temperature(packed, own, settings, config, seed),
+        "versus_champion": versus_champion(requests, agreements, config.bootstrap_samples),
+        "dev": dev_agreement,
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
         "costs": costs.document(),
+        "memory": memory(models, timed, settings, candidates[DISTILLED].get(models.domain, {})),
         "served_gap": gap,
-        "warnings": _warnings(gap, models.domain),
+        "warnings": _warnings(gap, models.domain, dev_agreement, candidates[DISTILLED].get(models.domain, {})),
         "machine": machine(),
     }
     return Outcome(metrics, requests)
@@ -168,7 +132,7 @@ def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -
         "draft_length": used.draft_length,
         "draft_length_chosen_on": "configuration" if decode.draft_length else "dev",
         "max_new_tokens": used.max_new_tokens,
-        "head_tokens": len(models.head_token_ids),
+        "head_tokens": len(models.drafts[DISTILLED].token_ids),
         "dtype": str(models.target.dtype).removeprefix("torch."),
         "device": models.target.device.type,
     }
@@ -176,8 +140,7 @@ def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -
 
 def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_model.Costs:
     """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
-    drafter = models.drafter(models.distilled)
-    costs = measure_costs(models.target, drafter, lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    costs = measure_costs(models.target, models.drafter(), lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
     texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
     costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
     return costs
@@ -192,7 +155,8 @@ def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int
         )
     prompt = max(len(answer.prompt_ids) for answer in answers)
     new = max(config.max_new_tokens, config.lossless_new_tokens)
-    for name, model in (("target", models.target), ("draft", models.distilled)):
+    named = {f"{name} draft": draft.model for name, draft in models.drafts.items()}
+    for name, model in {"target": models.target, **named}.items():
         limit = max_positions(model.config)
         if limit and prompt + new > limit:
             raise PipelineError(
@@ -204,88 +168,74 @@ def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int
 def _agreements(
     models: Contestants, golden: list[Answer], config: EvaluateConfig, sampling: Sampling
 ) -> dict[str, list[Agreement]]:
-    """Teacher-forced agreement of every candidate on all golden answers."""
+    """Teacher-forced agreement of every candidate on all golden answers, the distilled draft's last."""
     common = (models.target, golden, models.vocabulary, sampling, config.tokens_per_forward)
-    return {
-        LOOKUP: lookup_agreement(golden, config.lookup_ngram),
-        UNDISTILLED: teacher_forced(models.drafter(models.undistilled), *common),
-        DISTILLED: teacher_forced(models.drafter(models.distilled), *common),
-    }
+    drafts = {name: teacher_forced(models.drafter(name), *common) for name in models.drafts}
+    return {LOOKUP: lookup_agreement(golden, config.lookup_ngram), **drafts}
 
 
-def _engine(models: Contestants, settings: DecodeConfig, config: EvaluateConfig, names: list[str]) -> Engine:
-    """Plain decoding and the candidates `names` over the same target."""
-    drafters: dict[str, Drafter] = {
-        LOOKUP: PromptLookupDrafter(config.lookup_ngram),
-        UNDISTILLED: models.drafter(models.undistilled),
-        DISTILLED: models.drafter(models.distilled),
-    }
+def _distilled_agreement(
+    models: Contestants, answers: list[Answer], config: EvaluateConfig, sampling: Sampling
+) -> list[Agreement]:
+    if not answers:
+        return []
+    return teacher_forced(
+        models.drafter(), models.target, answers, models.vocabulary, sampling, config.tokens_per_forward
+    )
+
+
+def _engine(models: Contestants, settings: DecodeConfig, config: EvaluateConfig, only: str | None = None) -> Engine:
+    """Plain decoding and all candidates (or `only` one) over the same target."""
+    drafters: dict[str, Drafter] = {LOOKUP: PromptLookupDrafter(config.lookup_ngram)}
+    drafters |= {name: models.drafter(name) for name in models.drafts}
     engine = Engine(models.target, settings)
     engine.add(PLAIN, None)
-    for name in names:
+    for name in [only] if only else drafters:
         engine.add(name, drafters[name])
     return engine
 
 
-def _choose_draft_length(
-    models: Contestants,
-    dev: list[Answer],
-    costs: cost_model.Costs,
-    settings: DecodeConfig,
-    config: EvaluateConfig,
-    seed: int,
-) -> int:
-    """The k with the best predicted speedup: measured costs, acceptance by position of the longest k on dev prompts."""
-    decoder = Decoder(models.target, models.drafter(models.distilled), settings)
-    prompts = _pick([answer for answer in dev if answer.domain == models.domain], config.dev_prompts)
-    sequences = []
-    for answer in tqdm(prompts, desc="choose draft length on dev", unit=" prompts"):
-        rounds = time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
-        sequences.append([(block.accepted, block.drafted) for block in rounds])
-    by_position = acceptance_by_position(sequences, settings.draft_length)
-    return cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
-
-
-def _pick(answers: list[Answer], count: int) -> list[Answer]:
-    """The first `count` answers in the order of a hash of their ids: fixed, and blind to what they contain."""
-    return sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt_id.encode()).digest())[:count]
-
-
-def _roster(domain: str, golden: list[Answer], config: EvaluateConfig) -> tuple[list[Answer], dict[str, list[str]]]:
+def _roster(
+    models: Contestants, golden: list[Answer], config: EvaluateConfig
+) -> tuple[list[Answer], dict[str, list[str]]]:
     """The golden prompts that are decoded, and by which candidates each."""
+    always = [name for name in models.drafts if name in (DISTILLED, CHAMPION)]
+    everyone = [LOOKUP, *models.drafts]
     timed: list[Answer] = []
     roster: dict[str, list[str]] = {}
     for name, answers in aggregate(golden, lambda answer: answer.domain).items():
         if name == "all":
             continue
-        chosen = _pick(answers, config.timed_prompts if name == domain else config.timed_prompts_other)
+        own = name == models.domain
+        chosen = pick(answers, config.timed_prompts if own else config.timed_prompts_other)
         for index, answer in enumerate(chosen):
-            all_candidates = name == domain and index < config.baseline_prompts
-            roster[answer.prompt_id] = [LOOKUP, UNDISTILLED, DISTILLED] if all_candidates else [DISTILLED]
-        timed = chosen + timed if name == domain else timed + chosen
+            roster[answer.prompt_id] = everyone if own and index < config.baseline_prompts else always
+        timed = chosen + timed if own else timed + chosen
     return timed, roster
+
+
+def _prompt_length(row: Request | Agreement) -> str:
+    return next(name for limit, name in PROMPT_LENGTHS if row.prompt_tokens < limit)
 
 
 def _candidates(
     requests: list[Request],
     agreements: dict[str, list[Agreement]],
     draft_length: int,
-    costs: cost_model.Costs,
     config: EvaluateConfig,
+    group_of: Callable[[Request | Agreement], str],
 ) -> dict[str, dict[str, dict]]:
-    """candidate -> domain (and "all") -> metric -> measure."""
+    """candidate -> group (and "all") -> metric -> measure."""
     result: dict[str, dict[str, dict]] = {}
     for name, found in agreements.items():
-        served = aggregate([request for request in requests if request.candidate == name], lambda row: row.domain)
+        served = aggregate([request for request in requests if request.candidate == name], group_of)
         result[name] = {
-            domain: {
+            group: {
                 **agreement_metrics(rows, config.bootstrap_samples),
-                **served_metrics(served.get(domain, []), draft_length, config.bootstrap_samples),
+                **served_metrics(served.get(group, []), draft_length, config.bootstrap_samples),
             }
-            for domain, rows in aggregate(found, lambda row: row.domain).items()
+            for group, rows in aggregate(found, group_of).items()
         }
-    for metrics in result[DISTILLED].values():
-        metrics["predicted_speedup"] = _predictions(metrics, draft_length, costs)
     return result
 
 
@@ -320,15 +270,16 @@ def _lossless(
         return lossless_measure(requests)
     if getattr(models.target, "is_quantized", False):
         return {**no_data("a quantised target has no float32 form to compare in"), "departures": []}
+    distilled = models.drafts[DISTILLED]
     precise = dataclasses.replace(
         models,
         target=decoding_view(copy.deepcopy(models.target).float()),
-        distilled=copy.deepcopy(models.distilled).float(),
+        drafts={DISTILLED: dataclasses.replace(distilled, model=copy.deepcopy(distilled.model).float())},
     )
     subset = dataclasses.replace(
         settings, max_new_tokens=config.lossless_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
     )
-    engine = _engine(precise, subset, config, [DISTILLED])
+    engine = _engine(precise, subset, config, only=DISTILLED)
     checked, _ = time_candidates(
         engine, timed[: config.lossless_prompts], lambda _: [DISTILLED], seed, "lossless in float32"
     )
@@ -369,6 +320,19 @@ def _reference(
     }
 
 
+def _served_gap(
+    domain: str,
+    timed: list[Answer],
+    distilled: dict[str, dict],
+    agreements: list[Agreement],
+    draft_length: int,
+    config: EvaluateConfig,
+) -> dict[str, float | None]:
+    decoded = {answer.prompt_id for answer in timed if answer.domain == domain}
+    agreed = [row for row in agreements if row.prompt_id in decoded]
+    return served_gap(distilled, domain, agreed, draft_length, config.max_new_tokens)
+
+
 def served_gap(
     distilled: dict[str, dict], domain: str, agreements: list[Agreement], draft_length: int, tokens: int
 ) -> dict[str, float | None]:
@@ -380,15 +344,23 @@ def served_gap(
     return {"predicted_first_drafted_token": predicted, "first_drafted_token": served, "gap": gap}
 
 
-def _warnings(served: dict[str, float | None], domain: str) -> list[str]:
-    """Teacher-forced and served acceptance should tell the same story."""
-    if served["gap"] is None or abs(served["gap"]) <= SERVED_GAP_WORTH_A_WARNING:
-        return []
-    return [
-        f"served acceptance of the first drafted token on {domain} is {served['first_drafted_token']:.2f}, the golden answers"
-        f" predict {served['predicted_first_drafted_token']:.2f}: check that answers, template and sampling are those of"
-        " production"
-    ]
+def _warnings(served: dict[str, float | None], domain: str, dev: dict[str, dict], golden: dict[str, dict]) -> list[str]:
+    """Teacher-forced and served acceptance should tell the same story, and so should dev and golden."""
+    warnings = []
+    if served["gap"] is not None and abs(served["gap"]) > GAP_WORTH_A_WARNING:
+        warnings.append(
+            f"served acceptance of the first drafted token on {domain} is {served['first_drafted_token']:.2f}, the golden"
+            f" answers predict {served['predicted_first_drafted_token']:.2f}: check that answers, template and sampling are"
+            " those of production"
+        )
+    name = "token_acceptance_trimmed_head"
+    tuned, held_out = (found.get(name, {}).get("value") for found in (dev, golden))
+    if tuned is not None and held_out is not None and abs(tuned - held_out) > GAP_WORTH_A_WARNING:
+        warnings.append(
+            f"token acceptance on {domain} is {tuned:.2f} on dev and {held_out:.2f} on golden prompts: too few prompts, or the"
+            " two are of different documents"
+        )
+    return warnings
 
 
 def summarise(metrics: dict[str, Any]) -> dict[str, float | str | None]:
@@ -405,9 +377,9 @@ def summarise(metrics: dict[str, Any]) -> dict[str, float | str | None]:
     domain = metrics["domain"]
     interval = metrics["candidates"][DISTILLED].get(domain, {}).get("speedup", {}).get("interval")
     summary[f"speedup_lower_{domain}"] = interval and interval[0]
-    for name in (LOOKUP, UNDISTILLED):
-        found = metrics["candidates"][name].get(domain, {})
-        for metric in ("token_acceptance_trimmed_head", "speedup"):
+    for name, by_domain in metrics["candidates"].items():
+        found = by_domain.get(domain, {})
+        for metric in ("token_acceptance_trimmed_head", "speedup") if name != DISTILLED else ():
             summary[f"{name}_{metric}_{domain}"] = found.get(metric, {}).get("value")
     return summary
 

@@ -20,6 +20,9 @@ from pipeline.core.metrics import acceptance_by_position, measure, no_data, rati
 from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling, probabilities
 
+SMOOTHNESS_TOKENS = 10
+TOO_SHORT = f"no answer has more than {SMOOTHNESS_TOKENS} tokens"
+
 
 @dataclass
 class Request:
@@ -35,7 +38,9 @@ class Request:
     seconds: float
     plain_seconds: float
     ttft_seconds: float
+    plain_ttft_seconds: float
     gaps_seconds: list[float]
+    plain_gaps_seconds: list[float]
     drafted: list[int]
     accepted: list[int]
     emitted: list[int]
@@ -118,7 +123,9 @@ def _request(name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
         seconds=run.seconds,
         plain_seconds=plain.seconds,
         ttft_seconds=run.ttft_seconds,
+        plain_ttft_seconds=plain.ttft_seconds,
         gaps_seconds=run.gaps_seconds,
+        plain_gaps_seconds=plain.gaps_seconds,
         drafted=[block.drafted for block in rounds],
         accepted=[block.accepted for block in rounds],
         emitted=[block.emitted for block in rounds],
@@ -140,20 +147,48 @@ def served_metrics(requests: list[Request], draft_length: int, samples: int) -> 
     by_position = acceptance_by_position(
         [list(zip(request.accepted, request.drafted, strict=True)) for request in requests], draft_length
     )
-    gaps = np.concatenate([request.gaps_seconds for request in requests])
     count = len(requests)
+    rounds = [len(request.drafted) for request in requests]
+    saved = [all_tokens - own - 1 for all_tokens, own in zip(tokens, rounds, strict=True)]
     return {
         "acceptance_rate": {**ratio_measure(accepted, drafted, clusters, samples), "draft_length": draft_length},
-        "mean_acceptance_length": ratio_measure(emitted, [len(r.drafted) for r in requests], clusters, samples),
+        "mean_acceptance_length": ratio_measure(emitted, rounds, clusters, samples),
         "acceptance_by_position": measure(by_position, count=count) if by_position else no_data("no round was whole"),
         "speedup": ratio_measure(plain, seconds, clusters, samples),
         "tokens_per_second": ratio_measure(tokens, seconds, clusters, samples),
         "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),
-        "ttft_seconds": ratio_measure([request.ttft_seconds for request in requests], [1] * count, clusters, samples),
-        "itl_p95_seconds": measure(float(np.quantile(gaps, 0.95)), count=count)
-        if len(gaps)
-        else no_data("one token each"),
+        "target_passes_saved": ratio_measure(saved, tokens, clusters, samples),
+        "latency_seconds": ratio_measure(seconds, [1] * count, clusters, samples),
+        **waiting_metrics(requests, samples),
     }
+
+
+def waiting_metrics(requests: list[Request], samples: int) -> dict[str, dict]:
+    """What a user waits for: the first token, and the gaps between tokens as they are delivered, a round's at once."""
+    clusters, count = [request.cluster for request in requests], len(requests)
+    first = [request.ttft_seconds for request in requests]
+    gaps = np.concatenate([request.gaps_seconds for request in requests])
+    found = {
+        "ttft_seconds": ratio_measure(first, [1] * count, clusters, samples),
+        "ttft_ratio": ratio_measure(first, [request.plain_ttft_seconds for request in requests], clusters, samples),
+    }
+    for name, value in (
+        *((f"itl_p{percent}_seconds", lambda q=percent: np.quantile(gaps, q / 100)) for percent in (50, 95, 99)),
+        ("itl_jitter_seconds", lambda: gaps.std()),
+    ):
+        found[name] = measure(float(value()), count=count) if len(gaps) else no_data("one token each")
+    ours = longest_wait([request.gaps_seconds for request in requests])
+    plain = longest_wait([request.plain_gaps_seconds for request in requests])
+    found["smoothness"] = measure(ours / plain, count=count) if ours and plain else no_data(TOO_SHORT)
+    return found
+
+
+def longest_wait(gaps: list[list[float]]) -> float | None:
+    """Seconds: 99th percentile of the wait for any `SMOOTHNESS_TOKENS` consecutive tokens of a request; None if none is so
+    long."""
+    window = np.ones(SMOOTHNESS_TOKENS)
+    waits = [np.convolve(one, window, mode="valid") for one in gaps if len(one) >= SMOOTHNESS_TOKENS]
+    return float(np.quantile(np.concatenate(waits), 0.99)) if waits else None
 
 
 @dataclass
@@ -162,11 +197,15 @@ class Agreement:
 
     prompt_id: str
     domain: str
+    task: str
     cluster: str
+    prompt_tokens: int
     looping: bool
     tokens: int
     trimmed_head: float
     full_head: float | None
+    full_head_best: float | None  # p of the full head's most probable token
+    full_head_same: float | None  # sum p q of the full head: the chance that two independent draws are the same token
     overlaps: list[float]  # trimmed head, at each position
 
 
@@ -197,27 +236,43 @@ def teacher_forced(
             p = None
             if not sampling.greedy:
                 p = probabilities(answer_logits(target, batch, None)[:, : len(vocabulary)], sampling)
-            overlap = {name: _overlap(model, p, batch, support, sampling) for name, (model, support) in heads.items()}
+            values = {"trimmed_head": _overlaps(*heads["trimmed_head"], p, batch, sampling)[0]}
+            full = _overlaps(*heads["full_head"], p, batch, sampling)
+            values |= dict(zip(("full_head", "full_head_best", "full_head_same"), full, strict=True))
             start = 0
             for answer in batches.groups[index]:
                 stop = start + len(answer.answer_ids)
-                sums = {name: values[start:stop].sum().item() for name, values in overlap.items()}
-                looping = is_looping(answer.answer_ids)
-                own = overlap["trimmed_head"][start:stop].tolist()
-                facts = (answer.prompt_id, answer.domain, answer.cluster, looping, stop - start)
-                found.append(Agreement(*facts, **sums, overlaps=own))
+                sums = {name: each[start:stop].sum().item() for name, each in values.items()}
+                overlaps = values["trimmed_head"][start:stop].tolist()
+                found.append(Agreement(**_facts(answer), **sums, overlaps=overlaps))
                 start = stop
     return found
 
 
-def _overlap(
-    draft: PreTrainedModel, p: Tensor | None, batch: dict[str, Tensor], support: Tensor, sampling: Sampling
-) -> Tensor:
-    """sum(min(p, q)) at each answer position, [n]; `support` names the token of each of the draft's first logits."""
+def _facts(answer: Answer) -> dict:
+    return {
+        "prompt_id": answer.prompt_id,
+        "domain": answer.domain,
+        "task": answer.task,
+        "cluster": answer.cluster,
+        "prompt_tokens": len(answer.prompt_ids),
+        "looping": is_looping(answer.answer_ids),
+        "tokens": len(answer.answer_ids),
+    }
+
+
+def _overlaps(
+    draft: PreTrainedModel, support: Tensor, p: Tensor | None, batch: dict[str, Tensor], sampling: Sampling
+) -> tuple[Tensor, Tensor, Tensor]:
+    """sum min(p, q), p(argmax q) and sum p q at each answer position, [n] each; greedily (`p` None) all three are whether
+    both have the same best token. `support` names the token of each of the draft's first logits."""
     logits = answer_logits(draft, batch, None)[:, : len(support)]
     if p is None:
-        return (support[logits.argmax(dim=-1)] == batch["target"]).double()
-    return torch.minimum(p[:, support], probabilities(logits, sampling)).sum(dim=-1).double()
+        same = (support[logits.argmax(dim=-1)] == batch["target"]).double()
+        return same, same, same
+    p, q = p[:, support], probabilities(logits, sampling)
+    best = p.gather(-1, q.argmax(dim=-1, keepdim=True)).squeeze(-1)
+    return torch.minimum(p, q).sum(dim=-1).double(), best.double(), (p * q).sum(dim=-1).double()
 
 
 def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
@@ -229,13 +284,13 @@ def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
         prompt, tokens = answer.prompt_ids.tolist(), answer.answer_ids.tolist()
         drafter.begin(0, [prompt], 0)
         hits = [float(drafter.copied(0, prompt + tokens[:index], 1) == [token]) for index, token in enumerate(tokens)]
-        facts = (answer.prompt_id, answer.domain, answer.cluster, is_looping(answer.answer_ids), len(tokens))
-        found.append(Agreement(*facts, trimmed_head=sum(hits), full_head=None, overlaps=hits))
+        none = dict.fromkeys(("full_head", "full_head_best", "full_head_same"))
+        found.append(Agreement(**_facts(answer), trimmed_head=sum(hits), **none, overlaps=hits))
     return found
 
 
 def agreement_metrics(agreements: list[Agreement], samples: int) -> dict[str, dict]:
-    """The three token acceptances of one candidate on one group of golden answers."""
+    """The token acceptances of one candidate on one group of golden answers: as our decoder runs it, as others would."""
 
     def over(rows: list[Agreement], head: str) -> dict:
         values = [getattr(row, head) for row in rows]
@@ -247,6 +302,8 @@ def agreement_metrics(agreements: list[Agreement], samples: int) -> dict[str, di
     return {
         "token_acceptance_trimmed_head": over(agreements, "trimmed_head"),
         "token_acceptance_full_head": over(agreements, "full_head"),
+        "token_acceptance_greedy_draft": over(agreements, "full_head_best"),
+        "token_acceptance_exact_match": over(agreements, "full_head_same"),
         "token_acceptance_without_loops": over(straight, "trimmed_head") if straight else no_data("every answer loops"),
     }
 

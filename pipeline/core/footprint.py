@@ -23,7 +23,7 @@ from pipeline.core.models import quiet_transformers, resolve_dtype
 from pipeline.core.replay import LENGTH_STEP
 
 if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
-    from pipeline.core.comparison import EvaluateConfig
+    from pipeline.core.evaluation_settings import EvaluateConfig
     from pipeline.core.training import DistillConfig
 
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
@@ -233,7 +233,14 @@ def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) 
     """Tokens that evaluate decodes one by one; `golden`: prompts of each domain, `domain` the target domain."""
     others = sum(min(config.timed_prompts_other, count) for name, count in golden.items() if name != domain)
     own = min(config.timed_prompts, golden[domain])
-    runs = 2 * (own + others + min(config.baseline_prompts, own)) + config.reference_prompts + config.dev_prompts
+    baselines = (2 + len(config.siblings)) * min(config.baseline_prompts, own)
+    runs = 2 * (own + others) + baselines + config.reference_prompts + config.dev_prompts
+    for prompts, conditions in (
+        (config.sweep_prompts, config.draft_lengths),
+        (config.temperature_prompts, config.temperatures),
+        (config.batch_prompts, config.batch_sizes),
+    ):
+        runs += 2 * min(prompts, golden[domain]) * len(conditions)
     return runs * config.max_new_tokens + 2 * config.lossless_prompts * config.lossless_new_tokens
 
 

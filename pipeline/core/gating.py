@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.core.errors import PipelineError
+from pipeline.core.metrics import measure
 
 CANDIDATE = "distilled"
 LOSSLESS = "lossless"
+PROMPTS = "prompts"  # golden prompts that were decoded: the count of the speedup
+MEMORY = ("draft_share", "peak_bytes", "memory_efficiency")
+VERSUS_CHAMPION = ("token_acceptance_difference", "acceptance_rate_difference", "speedup_ratio")
+EACH = "each"  # a check's domain that stands for every measured one
 
 OPERATORS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
 STATISTICS = ("point", "lower", "upper")
@@ -34,7 +39,15 @@ REMEDIES = {
     "acceptance_by_position": f"{_BETTER_DRAFT}, or lower decode.draft_length",
     "speedup": _MORE_SPEED,
     "ttft_seconds": "make the draft cheaper: its prefill delays the first token",
+    "ttft_ratio": "make the draft cheaper: its prefill delays the first token",
     "itl_p95_seconds": _LATENCY,
+    "smoothness": f"{_LATENCY}; {_BETTER_DRAFT}",
+    PROMPTS: "raise evaluate.timed_prompts, and domain.prompts.golden if they are too few",
+    "draft_share": "choose a smaller draft, or freeze and share fewer rows of its embeddings",
+    "peak_bytes": "choose a smaller draft, or lower evaluate.tokens_per_forward if the evaluation itself took it",
+    "token_acceptance_difference": f"keep the champion; {_BETTER_DRAFT}",
+    "acceptance_rate_difference": f"keep the champion; {_BETTER_DRAFT}",
+    "speedup_ratio": f"keep the champion; {_MORE_SPEED}",
     LOSSLESS: (
         "do not serve this draft: the speculative tokens differ from the target's own. Report a bug with the "
         "departures listed in data/eval/metrics.json"
@@ -53,8 +66,8 @@ class Check:
     Raises `PipelineError` on an unknown statistic, operator or severity, and on a threshold that is not finite.
     """
 
-    metric: str  # a metric of data/eval/metrics.json, or "lossless"
-    domain: str  # a domain of the golden set, or "all"; "lossless" is measured once, over all of them
+    metric: str  # a metric of data/eval/metrics.json, "prompts", "lossless", or one of MEMORY or VERSUS_CHAMPION
+    domain: str  # a domain of the golden set, "all", or "each" of them; lossless and MEMORY are measured once, over all
     statistic: str  # point | lower | upper: the value, or an end of its confidence interval
     op: str  # >= | > | <= | <
     threshold: float  # in the unit of the metric
@@ -74,18 +87,20 @@ class Check:
             )
 
 
-def judge(metrics: dict[str, Any], checks: Sequence[Check]) -> dict[str, Any]:
+def judge(metrics: dict[str, Any], checks: Sequence[Check], champion: dict[str, Any] | None = None) -> dict[str, Any]:
     """Judge the distilled draft's `metrics` (the document data/eval/metrics.json) by `checks`.
 
+    `champion` is what promotion wrote about the present one (data/champion/metrics.json), None before the first.
+
     Returns {passed, checks: [...]}. Each check carries its fields and `value`, `interval`, `compared` (the statistic
-    that was compared), `passed`, `state` ("passed", "failed", "warned" or "no data"), `shortfall` (distance to the
-    threshold in the metric's unit), `reason` (why there is no data) and `remedy`; what does not apply is None.
-    A check without data never passes. The verdict passes when every check of severity "fail" does.
-    Raises `PipelineError` when `checks` is empty.
+    that was compared), `passed`, `state` ("passed", "failed", "warned", "no data" or "not applicable"), `shortfall`
+    (distance to the threshold in the metric's unit), `reason` (why there is no data) and `remedy`; what does not apply is
+    None. A check without data never passes; one against a champion does not apply where there is none but this draft.
+    The verdict passes when every check of severity "fail" does. Raises `PipelineError` when `checks` is empty.
     """
     if not checks:
         raise PipelineError("The gate has no checks, so it would pass any draft.", "list checks in conf/gate/.")
-    judged = [_judge_one(metrics, check) for check in checks]
+    judged = [_judge_one(metrics, check, champion) for named in checks for check in _one_per_domain(metrics, named)]
     return {"passed": all(item["passed"] or item["severity"] == "warn" for item in judged), "checks": judged}
 
 
@@ -95,8 +110,14 @@ def verdict_lines(verdict: dict[str, Any]) -> list[str]:
     return [*lines, f"gate {'passed' if verdict['passed'] else 'FAILED'}"]
 
 
-def _judge_one(metrics: dict[str, Any], check: Check) -> dict[str, Any]:
-    entry, reason = _find(metrics, check)
+def _one_per_domain(metrics: dict[str, Any], check: Check) -> list[Check]:
+    measured = metrics["candidates"].get(CANDIDATE) or {}
+    domains = sorted(name for name in measured if name != "all")
+    return [replace(check, domain=name) for name in domains] if check.domain == EACH and domains else [check]
+
+
+def _judge_one(metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None) -> dict[str, Any]:
+    entry, reason = _find(metrics, check, champion)
     value = _finite(entry.get("value"))
     interval = _finite_interval(entry.get("interval"))
     compared = None
@@ -113,6 +134,8 @@ def _judge_one(metrics: dict[str, Any], check: Check) -> dict[str, Any]:
         "reason": reason,
         "remedy": _NO_DATA_REMEDY,
     }
+    if check.metric in VERSUS_CHAMPION and (alone := _no_other_champion(metrics, champion)):
+        return {**judged, "passed": True, "state": "not applicable", "reason": alone, "remedy": None}
     if compared is None:
         return judged
     if OPERATORS[check.op](compared, check.threshold):
@@ -125,18 +148,44 @@ def _judge_one(metrics: dict[str, Any], check: Check) -> dict[str, Any]:
     }
 
 
-def _find(metrics: dict[str, Any], check: Check) -> tuple[dict[str, Any], str | None]:
+def _no_other_champion(metrics: dict[str, Any], champion: dict[str, Any] | None) -> str | None:
+    """Why there is no champion to compare with, if there is none."""
+    if champion is None:
+        return "no draft was promoted yet"
+    return "the champion is this very draft" if champion["fingerprint"] == metrics["draft_fingerprint"] else None
+
+
+def _find(metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:
     """The metric's entry, or an empty one and the reason why there is none."""
     if check.metric == LOSSLESS:
         entry = metrics.get(LOSSLESS)
         return (entry, None) if entry is not None else ({}, "it was not measured")
+    if check.metric in MEMORY:
+        value = metrics["memory"][check.metric]
+        return (value if isinstance(value, dict) else measure(value)), None
+    if check.metric in VERSUS_CHAMPION:
+        return _find_versus_champion(metrics, check, champion)
     domains = metrics["candidates"].get(CANDIDATE)
     if not domains:
         return {}, f"the candidate {CANDIDATE!r} was not measured"
     if check.domain not in domains:
         return {}, f"the domain {check.domain!r} was not measured (measured: {', '.join(sorted(domains))})"
+    if check.metric == PROMPTS:
+        return measure(domains[check.domain].get("speedup", {"count": 0})["count"]), None
     entry = domains[check.domain].get(check.metric)
     return (entry, None) if entry is not None else ({}, "there is no such metric in the evaluation")
+
+
+def _find_versus_champion(
+    metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None
+) -> tuple[dict[str, Any], str | None]:
+    compared = metrics["champion"]
+    if champion and (compared is None or compared["fingerprint"] != champion["fingerprint"]):
+        return {}, f"it was not evaluated beside the present champion, version {champion['version']}: run `dvc repro`"
+    if metrics["versus_champion"] is None:
+        return {}, f"the champion was skipped: {metrics['skipped'].get('champion', 'unknown reason')}"
+    entry = metrics["versus_champion"].get(check.domain, {}).get(check.metric)
+    return (entry, None) if entry is not None else ({}, f"the domain {check.domain!r} was not measured")
 
 
 def _statistic(
@@ -163,12 +212,15 @@ def _finite_interval(interval: Any) -> list[float] | None:
 
 def _check_line(item: dict[str, Any]) -> str:
     words = {"passed": "passed", "failed": "FAILED", "warned": "WARNED", "no data": "NO DATA"}
+    words["not applicable"] = "not applicable:"
     head = f"{words[item['state']]} {item['metric']} ({item['domain']})"
     bound = "" if item["statistic"] == "point" else f" ({item['statistic']} bound of {_number(item['value'])})"
     needs = f"needs {item['op']} {_number(item['threshold'])}"
     if item["state"] == "no data":
         mild = ", a warning only" if item["severity"] == "warn" else ""
         return f"{head}: {item['reason']}; {needs}{mild}. Remedy: {item['remedy']}."
+    if item["state"] == "not applicable":
+        return f"{head}: {item['reason']}; {needs}"
     line = f"{head}: {_number(item['compared'])}{bound}, {needs}"
     if item["state"] == "passed":
         return line

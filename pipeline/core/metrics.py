@@ -23,7 +23,15 @@ METRICS = {
         "share", True, "positions where the draft, as our decoder runs it, agrees with the target (teacher-forced)"
     ),
     "token_acceptance_full_head": Metric(
-        "share", True, "the same with the draft's whole head, as other engines run it"
+        "share", True, "the same with the draft's whole head: sum min(p, q), as vLLM verifies sampled drafts"
+    ),
+    "token_acceptance_greedy_draft": Metric(
+        "share", True, "whole head, p of the draft's best token: vLLM's default, drafts without probabilities"
+    ),
+    "token_acceptance_exact_match": Metric(
+        "share",
+        True,
+        "whole head, sum p q: draft and target sample on their own and must agree, as llama.cpp and MLX do",
     ),
     "token_acceptance_without_loops": Metric("share", True, "trimmed head, answers that repeat themselves left out"),
     "acceptance_rate": Metric("share", True, "accepted / drafted tokens at the stated k"),
@@ -32,8 +40,24 @@ METRICS = {
     "speedup": Metric("ratio", True, "plain seconds / speculative seconds, same engine, prompts and lengths"),
     "tokens_per_second": Metric("tokens/s", True, "decoded with this candidate, prefill included"),
     "plain_tokens_per_second": Metric("tokens/s", True, "decoded plainly on the same prompts, prefill included"),
+    "target_passes_saved": Metric(
+        "share", True, "of the target's passes (reads of all its weights) that plain decoding makes"
+    ),
+    "latency_seconds": Metric("s", False, "whole request, mean"),
     "ttft_seconds": Metric("s", False, "time to the first token, mean"),
-    "itl_p95_seconds": Metric("s", False, "gap between tokens as delivered, 95th percentile"),
+    "ttft_ratio": Metric("ratio", False, "time to the first token / that of plain decoding"),
+    "itl_p50_seconds": Metric("s", False, "gap between tokens as delivered, median"),
+    "itl_p95_seconds": Metric("s", False, "gap between tokens as delivered, 95th percentile: about a round's time"),
+    "itl_p99_seconds": Metric("s", False, "gap between tokens as delivered, 99th percentile"),
+    "itl_jitter_seconds": Metric(
+        "s", None, "standard deviation of the gaps, for reading only: rounds deliver in bursts"
+    ),
+    "smoothness": Metric(
+        "ratio", False, "99th percentile of the wait for any 10 consecutive tokens / that of plain decoding"
+    ),
+    "memory_efficiency": Metric(
+        "passes per token and GiB", True, "target passes saved / extra memory of draft and its cache"
+    ),
     "lossless": Metric("share", True, "prompts whose speculative tokens equal the plain ones in float32"),
 }
 
@@ -65,16 +89,44 @@ def ratio_measure(
     value = ratio(numerators, denominators)
     if value is None:
         return no_data("no prompts" if not len(denominators) else "nothing was counted")
+    drawn = _resampled([numerators, denominators], clusters, samples, seed)
+    return measure(value, _interval(drawn[0] / drawn[1]) if drawn is not None else None, len(denominators))
+
+
+def difference_measure(
+    first: tuple[Sequence[float], Sequence[float]],
+    second: tuple[Sequence[float], Sequence[float]],
+    clusters: Sequence[str],
+    samples: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """(sum over sum of `first`) - (that of `second`), paired by prompt, with a bootstrap interval as `ratio_measure`.
+
+    Each is (numerators, denominators) with one entry per prompt, the same prompts in the same order in both.
+    """
+    values = [ratio(*pair) for pair in (first, second)]
+    if None in values:
+        return no_data("no prompts in common" if not len(clusters) else "nothing was counted")
+    drawn = _resampled([*first, *second], clusters, samples, seed)
+    interval = None if drawn is None else _interval(drawn[0] / drawn[1] - drawn[2] / drawn[3])
+    return measure(values[0] - values[1], interval, len(clusters))
+
+
+def _resampled(parts: Sequence[Sequence[float]], clusters: Sequence[str], samples: int, seed: int) -> np.ndarray | None:
+    """Sums of each of `parts` over clusters drawn with replacement, [parts, samples]; None where there is but one cluster.
+
+    The last of each two parts is a denominator; draws in which one is 0 are left out.
+    """
     names, index = np.unique(np.asarray(clusters), return_inverse=True)
-    top = np.bincount(index, weights=np.asarray(numerators, dtype=float))
-    bottom = np.bincount(index, weights=np.asarray(denominators, dtype=float))
-    interval = None
-    if len(names) > 1:
-        drawn = np.random.default_rng(seed).integers(len(names), size=(samples, len(names)))
-        below = bottom[drawn].sum(axis=1)
-        ratios = top[drawn].sum(axis=1)[below > 0] / below[below > 0]
-        interval = (float(np.quantile(ratios, 0.025)), float(np.quantile(ratios, 0.975)))
-    return measure(value, interval, len(denominators))
+    if len(names) < 2:
+        return None
+    drawn = np.random.default_rng(seed).integers(len(names), size=(samples, len(names)))
+    sums = [np.bincount(index, weights=np.asarray(part, dtype=float))[drawn].sum(axis=1) for part in parts]
+    return np.stack(sums)[:, np.all(np.stack(sums[1::2]) > 0, axis=0)]
+
+
+def _interval(values: np.ndarray) -> tuple[float, float]:
+    return float(np.quantile(values, 0.025)), float(np.quantile(values, 0.975))
 
 
 def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft_length: int) -> list[float] | None:

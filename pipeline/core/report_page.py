@@ -32,6 +32,7 @@ UNITS = {
     "tokens per round": Unit(1, 2, " per round"),
     "s": Unit(1000, 1, " ms"),
     "tokens": Unit(1, 0, ""),
+    "MiB": Unit(1, 1, " MiB"),
 }
 PLAIN_NUMBER = Unit(1, 3, "")
 

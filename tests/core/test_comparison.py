@@ -12,21 +12,15 @@ import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 
 from pipeline.core.answers import Answer
-from pipeline.core.comparison import (
-    Contestants,
-    DecodeSettings,
-    EvaluateConfig,
-    _warnings,
-    evaluate,
-    served_gap,
-    summarise,
-)
+from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
+from pipeline.core.evaluation_settings import Contestants, DecodeSettings, Draft, EvaluateConfig, Sibling
 from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(
+    siblings=[], sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2,
     max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
     draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
     bootstrap_samples=50, tokens_per_forward=200,
@@ -58,7 +52,9 @@ def pair():
 
 
 def contestants(target, draft) -> Contestants:
-    return Contestants(target, tiny_llama(seed=5), draft, list(range(0, 100)), False, range(100), "legal")
+    drafts = {"undistilled": tiny_llama(seed=5), "distilled": draft}
+    taking_part = {name: Draft(model, list(range(100))) for name, model in drafts.items()}
+    return Contestants(target, taking_part, False, range(100), "legal", {"champion": "no draft was promoted yet"})
 
 
 def test_greedy_evaluation_measures_every_candidate(pair):
@@ -75,11 +71,61 @@ def test_greedy_evaluation_measures_every_candidate(pair):
     assert metrics["settings"]["draft_length"] in (1, 2) and metrics["settings"]["draft_length_chosen_on"] == "dev"
     assert set(legal["predicted_speedup"]) == {"measured-cost", "classic", "simple"}
     assert metrics["reference"]["transformers_plain_tokens_per_second"] > 0
+    assert metrics["skipped"] == {"champion": "no draft was promoted yet"} and metrics["versus_champion"] is None
+    assert metrics["dev"]["token_acceptance_trimmed_head"]["count"] == 3
+    assert set(metrics["by_task"]["distilled"]) == {"legal, continuation", "code, continuation", "all"}
+    assert metrics["by_prompt_length"]["distilled"]["under 1k"]["speedup"]["count"] == 4
     summary = summarise(metrics)
     assert summary["token_acceptance_trimmed_head_legal"] == legal["token_acceptance_trimmed_head"]["value"]
     configured = evaluate(contestants(target, draft), [], golden, DecodeSettings(draft_length=3), CONFIG, seed=0)
     assert configured.metrics["settings"]["draft_length"] == 3
     assert max(max(request.drafted) for request in configured.requests) == 3
+
+
+def test_other_conditions_are_rows_of_their_own(pair):
+    target, draft = pair
+    golden = answers(target, 5, "legal")
+    config = dataclasses.replace(CONFIG, sweep_prompts=1, batch_sizes=[2, 4, 8])
+    metrics = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics
+    two, four, eight = metrics["by_batch"]
+    assert (two["batch"], two["speedup"]["count"], four["speedup"]["count"]) == (2, 2, 1)
+    assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1 and two["predicted_speedup"] > 0
+    assert eight["speedup"]["value"] is None and eight["speedup"]["reason"] == "not timed", (
+        "four prompts make no lot of eight"
+    )
+    (warm,) = metrics["by_temperature"]
+    assert warm["temperature"] == 0.7 and warm["speedup"]["count"] == 2
+    exact, best, least = (
+        warm[f"token_acceptance_{name}"]["value"] for name in ("full_head", "greedy_draft", "exact_match")
+    )
+    assert 0 < least < exact < 1 and 0 < best < 1
+    rows = metrics["by_draft_length"]
+    assert [row["draft_length"] for row in rows] == [1, 2] and all(row["speedup"]["count"] == 1 for row in rows)
+    memory = metrics["memory"]
+    assert memory["target_weight_bytes"] == sum(p.numel() * 4 for p in target.parameters())
+    assert 0 < memory["draft_share"] < 1 and memory["peak_bytes"] > memory["target_weight_bytes"]
+
+
+def test_the_champion_is_compared_prompt_by_prompt(pair):
+    target, draft = pair
+    golden = answers(target, 4, "legal") + answers(target, 2, "code")
+    models = contestants(target, draft)
+    models.drafts["champion"] = Draft(noisy_copy(target, 0.1), list(range(100)))
+    outcome = evaluate(models, golden[:3], golden, DecodeSettings(draft_length=2), CONFIG, seed=0)
+    metrics = outcome.metrics
+    ours, theirs = (metrics["candidates"][name]["legal"] for name in ("distilled", "champion"))
+    versus = metrics["versus_champion"]["legal"]
+    name = "token_acceptance_trimmed_head"
+    assert versus["token_acceptance_difference"]["value"] == pytest.approx(ours[name]["value"] - theirs[name]["value"])
+    assert versus["token_acceptance_difference"]["value"] > 0 and versus["token_acceptance_difference"]["count"] == 4
+    rates = [found["acceptance_rate"]["value"] for found in (ours, theirs)]
+    assert versus["acceptance_rate_difference"]["value"] == pytest.approx(rates[0] - rates[1])
+    seconds = {
+        c: sum(r.seconds for r in outcome.requests if r.candidate == c and r.domain == "legal")
+        for c in ("distilled", "champion")
+    }
+    assert versus["speedup_ratio"]["value"] == pytest.approx(seconds["champion"] / seconds["distilled"])
+    assert set(metrics["versus_champion"]) == {"legal", "code", "all"}
 
 
 @pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.8), (torch.bfloat16, 0.0)])
@@ -129,16 +175,22 @@ def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):
 def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():
     """S09"""
 
-    agreed = [Agreement("p", "legal", "c", False, 5, 2.0, None, [1.0, 1.0, 0.0, 1.0, 0.0])]
+    agreed = [Agreement("p", "legal", "t", "c", 3, False, 5, 2.0, None, None, None, [1.0, 1.0, 0.0, 1.0, 0.0])]
 
     def gap(served):
         return served_gap({"legal": {"acceptance_by_position": {"value": [served, 0.2]}}}, "legal", agreed, 2, 5)
 
     near, far = gap(0.45), gap(0.30)  # rounds begin at positions 1 (accepted) and 3 (accepted): all of two
     assert far == {"predicted_first_drafted_token": 1.0, "first_drafted_token": 0.3, "gap": pytest.approx(-0.7)}
-    assert _warnings(gap(0.95), "legal") == [] and "0.30" in _warnings(far, "legal")[0] and _warnings(near, "legal")
+
+    def warnings(found):
+        return _warnings(found, "legal", {}, {})
+
+    assert warnings(gap(0.95)) == [] and "0.30" in warnings(far)[0] and warnings(near)
     nothing = served_gap({}, "legal", [], 2, 5)
-    assert nothing["gap"] is None and _warnings(nothing, "legal") == []
+    assert nothing["gap"] is None and warnings(nothing) == []
+    dev, golden = ({"token_acceptance_trimmed_head": {"value": value}} for value in (0.62, 0.45))
+    assert "0.62 on dev and 0.45 on golden" in _warnings(nothing, "legal", dev, golden)[0]
 
 
 def test_lengths_that_cannot_be_decoded_are_refused_before_anything_runs(pair):
@@ -148,6 +200,12 @@ def test_lengths_that_cannot_be_decoded_are_refused_before_anything_runs(pair):
         config = dataclasses.replace(CONFIG, **change)
         with pytest.raises(PipelineError, match="exceed"):
             evaluate(contestants(target, draft), golden, golden, settings, config, seed=0)
+    for change in (
+        {"batch_sizes": [1]}, {"temperatures": [-0.1]}, {"siblings": [Sibling("distilled", "x")]},
+        {"siblings": [Sibling("a", "x"), Sibling("a", "y")]},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(change))):
+            dataclasses.replace(CONFIG, **change)
     for change in ({"draft_lengths": []}, {"draft_lengths": [0]}, {"timed_prompts": 0}, {"near_tie_gap": float("nan")}):
         with pytest.raises(ValueError, match=next(iter(change))):
             dataclasses.replace(CONFIG, **change)

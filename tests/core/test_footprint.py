@@ -17,8 +17,8 @@ from transformers import (
 
 from pipeline.core import footprint
 from pipeline.core.cache import CachedModel
-from pipeline.core.comparison import EvaluateConfig
 from pipeline.core.errors import PipelineError
+from pipeline.core.evaluation_settings import EvaluateConfig
 from pipeline.core.linear import packs
 
 SHAPE = {
@@ -146,11 +146,13 @@ def test_memory_of_training_counts_every_model_and_the_head_that_the_loss_sees()
 
 def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     config = EvaluateConfig(
+        siblings=[], sweep_prompts=1, batch_sizes=[2, 4], batch_prompts=8, temperatures=[0.7], temperature_prompts=3,
         max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3,
         dev_prompts=2, draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
         bootstrap_samples=10, tokens_per_forward=64,
     )  # fmt: skip
-    expected = (2 * (5 + 6 + 5) + 3 + 2) * 10 + 2 * 4 * 5
+    own, others, baselines, once = 2 * 5, 2 * 6, 2 * 5, 3 + 2
+    expected = (own + others + baselines + once + 2 * (1 * 1 + 3 * 1 + 5 * 2)) * 10 + 2 * 4 * 5
     assert footprint.decoded_tokens(config, {"legal": 5, "code": 9}, "legal") == expected
 
 

@@ -16,7 +16,15 @@ def entry(value, interval=None, reason=None):
 
 
 def metrics(**legal):
-    return {"candidates": {"distilled": {"legal": legal, "all": {}}}, "lossless": entry(1.0)}
+    return {
+        "candidates": {"distilled": {"legal": legal, "all": {}}},
+        "lossless": entry(1.0),
+        "draft_fingerprint": "new",
+        "champion": None,
+        "versus_champion": None,
+        "skipped": {},
+        "memory": {"draft_share": 0.2, "peak_bytes": 1000, "memory_efficiency": entry(3.0, [2.0, 4.0])},
+    }
 
 
 def check(metric="speedup", statistic="point", op=">=", threshold=1.1, severity="fail", domain="legal"):
@@ -120,3 +128,68 @@ def test_an_invalid_check_is_refused_at_once(field, value):
 def test_a_gate_without_checks_is_refused():
     with pytest.raises(PipelineError, match="no checks"):
         judge(metrics(), [])
+
+
+def test_a_draft_as_good_as_the_target_and_as_slow_passes_acceptance_and_fails_speed():
+    found = metrics(token_acceptance_trimmed_head=entry(1.0), speedup=entry(0.72, [0.70, 0.74]))
+    checks = [check("token_acceptance_trimmed_head", threshold=0.45), check(statistic="lower")]
+    verdict = judge(found, checks)
+    assert [item["state"] for item in verdict["checks"]] == ["passed", "failed"] and not verdict["passed"]
+
+
+def test_too_few_prompts_and_too_much_memory_fail():
+    found = metrics(speedup=entry(1.5))
+    found["candidates"]["distilled"]["code"] = {}
+    states = [
+        judge(found, [rule])["checks"][0]["state"]
+        for rule in (
+            check("prompts", threshold=72),
+            check("prompts", threshold=73),
+            check("prompts", threshold=1, domain="code"),
+            check("draft_share", op="<=", threshold=0.2),
+            check("draft_share", op="<=", threshold=0.19),
+            check("memory_efficiency", statistic="lower", threshold=2.5),
+        )
+    ]
+    assert states == ["passed", "failed", "failed", "passed", "failed", "failed"]
+
+
+CHAMPION = {"fingerprint": "old", "version": "3"}
+
+
+def against(champion, compared, versus=None, skipped=None):
+    """The states of a rule for each domain that compares with the champion."""
+    found = {**metrics(), "champion": compared, "versus_champion": versus, "skipped": skipped or {}}
+    found["candidates"]["distilled"]["code"] = {}
+    verdict = judge(found, [check("token_acceptance_difference", domain="each", threshold=-0.03)], champion)
+    return {item["domain"]: item["state"] for item in verdict["checks"]}, verdict
+
+
+def test_every_domain_is_compared_with_the_champion():
+    versus = {
+        "legal": {"token_acceptance_difference": entry(0.1)},
+        "code": {"token_acceptance_difference": entry(-0.04)},
+    }
+    states, verdict = against(CHAMPION, CHAMPION, versus)
+    assert states == {"legal": "passed", "code": "failed"} and not verdict["passed"]
+
+
+def test_without_another_champion_the_comparison_does_not_apply():
+    states, verdict = against(None, None)
+    assert set(states.values()) == {"not applicable"} and verdict["passed"]
+    assert verdict_lines(verdict)[0] == (
+        "not applicable: token_acceptance_difference (code): no draft was promoted yet; needs >= -0.03"
+    )
+    states, verdict = against({"fingerprint": "new", "version": "4"}, None)
+    assert set(states.values()) == {"not applicable"} and verdict["passed"]
+
+
+@pytest.mark.parametrize(
+    ("compared", "skipped", "reason"),
+    [({"fingerprint": "older", "version": "2"}, {}, "present champion, version 3"), (None, {}, "run `dvc repro`"),
+     (CHAMPION, {"champion": "the store does not answer"}, "the store does not answer")],
+)  # fmt: skip
+def test_a_champion_that_was_not_compared_with_is_no_data(compared, skipped, reason):
+    states, verdict = against(CHAMPION, compared, None, skipped)
+    assert set(states.values()) == {"no data"} and not verdict["passed"]
+    assert reason in verdict["checks"][0]["reason"]

@@ -10,7 +10,8 @@ from test_comparison import CONFIG, answers, contestants
 from tiny_models import noisy_copy, tiny_llama
 
 from pipeline.core.cache import CachedModel
-from pipeline.core.comparison import DecodeSettings, evaluate
+from pipeline.core.comparison import evaluate
+from pipeline.core.evaluation_settings import DecodeSettings
 
 SETTINGS = DecodeSettings(draft_length=3)
 

@@ -3,10 +3,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.core.evaluation import Agreement, agreement_metrics
+from pipeline.core.evaluation import Agreement, agreement_metrics, longest_wait
 from pipeline.core.metrics import (
     acceptance_by_position,
     aggregate,
+    difference_measure,
     expected_first_acceptance,
     greedy_rounds,
     ratio,
@@ -65,13 +66,16 @@ def test_expected_first_acceptance_is_what_rounds_over_the_answers_give(draft_le
 
 
 def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():
-    rows = [Agreement("a", "legal", "1", True, 10, 10, 9, []), Agreement("b", "legal", "2", False, 10, 4, 2, [])]
+    rows = [
+        Agreement("a", "legal", "t", "1", 3, True, 10, 10, 9, 9, 9, []),
+        Agreement("b", "legal", "t", "2", 3, False, 10, 4, 2, 2, 2, []),
+    ]
     found = agreement_metrics(rows, 100)
     assert found["token_acceptance_trimmed_head"]["value"] == 0.7
     assert found["token_acceptance_full_head"]["value"] == 0.55
     assert found["token_acceptance_without_loops"]["value"] == 0.4
     assert agreement_metrics(rows[:1], 100)["token_acceptance_without_loops"]["reason"] == "every answer loops"
-    lookup = [Agreement("a", "legal", "1", False, 10, 3, None, [])]
+    lookup = [Agreement("a", "legal", "t", "1", 3, False, 10, 3, None, None, None, [])]
     assert agreement_metrics(lookup, 100)["token_acceptance_full_head"]["value"] is None
 
 
@@ -88,3 +92,22 @@ def test_greedy_rounds_follow_the_targets_text():
     assert greedy_rounds([False, True, True, False, True, False, True], 2) == [(2, 2), (1, 2), (1, 1)]
     assert greedy_rounds([True], 4) == [] and greedy_rounds([True] * 6, 4) == [(4, 4)]
     assert greedy_rounds([True, False, True, True], 4) == [(0, 4), (2, 2)]
+
+
+def test_differences_are_paired_by_prompt():
+    """Where the first is 0.1 better on every prompt, whatever the prompt, the interval says so; unpaired ones would overlap."""
+    tokens, level = [100] * 20, np.linspace(10, 80, 20)
+    found = difference_measure((level + 10, tokens), (level, tokens), [str(i) for i in range(20)], 200)
+    assert (
+        found["value"] == pytest.approx(0.1) and found["interval"] == pytest.approx([0.1, 0.1]) and found["count"] == 20
+    )
+    assert difference_measure(([1], [2]), ([1], [4]), ["a"], 200)["interval"] is None
+    assert difference_measure(([], []), ([], []), [], 200)["reason"] == "no prompts in common"
+
+
+def test_smoothness_is_the_worst_wait_for_ten_tokens():
+    """Bursts of four every 0.4 s and a token every 0.1 s come to the same wait for ten; a stall in the middle does not."""
+    bursts = [0.4 if index % 4 == 3 else 0.0 for index in range(40)]
+    assert longest_wait([bursts]) == pytest.approx(1.2) and longest_wait([[0.1] * 40]) == pytest.approx(1.0)
+    assert longest_wait([[0.1] * 20 + [2.0] + [0.1] * 20]) == pytest.approx(2.9)
+    assert longest_wait([[0.1] * 9]) is None

@@ -1,0 +1,137 @@
+"""What the report says about the distilled draft under other conditions than the headline's: latency, load, lengths,
+temperatures, other engines, memory, and the champion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell
+from pipeline.core.gating import CANDIDATE
+from pipeline.core.metrics import METRICS, no_data
+from pipeline.core.report_page import domains, found, words
+
+SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
+LATENCY = (
+    "ttft_seconds", "ttft_ratio", "latency_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds", "smoothness",
+    "itl_jitter_seconds",
+)  # fmt: skip
+ENGINES = {
+    "token_acceptance_full_head": "draws from both distributions, sum min(p, q): vLLM, probabilistic drafts",
+    "token_acceptance_greedy_draft": "draft greedy, p(argmax q): vLLM's default",
+    "token_acceptance_exact_match": "both sample, tokens must be equal, sum p q: llama.cpp, MLX",
+}
+GROUPED = ("token_acceptance_trimmed_head", "acceptance_rate", "mean_acceptance_length", "speedup", "latency_seconds")
+DIFFERENCES = {
+    "token_acceptance_difference": "share",
+    "acceptance_rate_difference": "share",
+    "speedup_ratio": "ratio",
+}
+
+
+def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
+    """The tables by the names that the template uses."""
+    return {
+        "latency": _latency_table(metrics),
+        "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
+        "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
+        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED),
+        "temperatures": _row_table(
+            metrics["by_temperature"],
+            "temperature",
+            "temperature",
+            (*ENGINES, "token_acceptance_trimmed_head", *SERVED[:2]),
+        ),
+        "engines": _engine_table(metrics),
+        "memory": _memory_table(metrics["memory"]),
+        "champion": _champion_table(metrics),
+    }
+
+
+def condition_lines(metrics: dict[str, Any]) -> dict[str, tuple[dict[str, list[tuple[int, float]]], str, str]]:
+    """Charts over whole numbers: lines by label, unit, and what the numbers are."""
+    rows = metrics["by_draft_length"]
+    lines = {"predicted on dev": [(row["draft_length"], row["predicted_speedup"]) for row in rows]}
+    timed = [(row["draft_length"], row["speedup"]["value"]) for row in rows]
+    lines["measured on dev"] = [(k, value) for k, value in timed if value is not None]
+    return {"draft_lengths": (lines, "ratio", "draft length k")}
+
+
+def condition_sentences(metrics: dict[str, Any]) -> dict[str, str]:
+    """Sentences by the names that the template uses; empty where there is nothing to say."""
+    skipped = "; ".join(f"{words(name)}: {reason}" for name, reason in metrics["skipped"].items())
+    tuned = metrics["dev"].get("token_acceptance_trimmed_head") or no_data("not measured")
+    golden = found(metrics, CANDIDATE, metrics["domain"], "token_acceptance_trimmed_head")
+    both = f"{measure_cell(tuned, 'share').text} on dev prompts, {measure_cell(golden, 'share').text} on golden ones"
+    return {
+        "skipped_sentence": f"Not compared: {skipped}." if skipped else "",
+        "dev_sentence": f"Token acceptance on {metrics['domain']} is {both}, which nothing was tuned on.",
+    }
+
+
+def _latency_table(metrics: dict[str, Any]) -> Table:
+    rows = []
+    for name in LATENCY:
+        metric = METRICS[name]
+        cells = [measure_cell(found(metrics, CANDIDATE, domain, name), metric.unit) for domain in domains(metrics)]
+        rows.append([Cell(words(name.removesuffix("_seconds"))), *cells, Cell(metric.meaning)])
+    return Table(["", *domains(metrics), "meaning"], rows)
+
+
+def _group_table(title: str, groups: dict[str, dict[str, dict]]) -> Table:
+    rows = []
+    for group, measures in groups.items():
+        if group == "all":
+            continue
+        entries = {name: measures.get(name) or no_data("not decoded") for name in GROUPED}
+        cells = [measure_cell(entry, METRICS[name].unit) for name, entry in entries.items()]
+        answers = measures["token_acceptance_trimmed_head"]["count"]
+        rows.append(
+            [Cell(group), *cells, number_cell(answers, "tokens"), number_cell(entries["speedup"]["count"], "tokens")]
+        )
+    return Table([title, *map(_heading, GROUPED), "golden answers", "decoded"], rows)
+
+
+def _heading(name: str) -> str:
+    return words(name.removesuffix("_seconds").removesuffix("_trimmed_head"))
+
+
+def _row_table(rows: list[dict[str, Any]], key: str, title: str, names: tuple[str, ...]) -> Table:
+    """One row per condition: the condition, its draft length, and its measures."""
+    table = []
+    for row in rows:
+        length = (
+            Cell("none", kind="missing") if row["draft_length"] is None else number_cell(row["draft_length"], "tokens")
+        )
+        cells = [measure_cell(row[name], METRICS[name].unit) for name in names]
+        table.append([Cell(f"{row[key]:g}"), length, *cells])
+    return Table([title, "k", *map(_heading, names)], table)
+
+
+def _engine_table(metrics: dict[str, Any]) -> Table:
+    rows = []
+    for name, meaning in ENGINES.items():
+        cells = [measure_cell(found(metrics, CANDIDATE, domain, name), "share") for domain in domains(metrics)]
+        rows.append([Cell(meaning), *cells])
+    return Table(["an engine that", *domains(metrics)], rows)
+
+
+def _memory_table(memory: dict[str, Any]) -> Table:
+    rows = [
+        [Cell(words(name)), number_cell(value / (1 << 20), "MiB")]
+        for name, value in memory.items()
+        if name.endswith("_bytes")
+    ]
+    rows.append([Cell("draft share of models and caches"), number_cell(memory["draft_share"], "share")])
+    efficiency = METRICS["memory_efficiency"]
+    rows.append([Cell(efficiency.meaning), measure_cell(memory["memory_efficiency"], efficiency.unit)])
+    return Table([f"one request of {memory['cache_positions']} tokens", ""], rows)
+
+
+def _champion_table(metrics: dict[str, Any]) -> Table:
+    """No rows where there is no other champion to compare with."""
+    versus = metrics["versus_champion"] or {}
+    rows = [
+        [Cell(domain), *(measure_cell(entries[name], unit) for name, unit in DIFFERENCES.items())]
+        for domain, entries in versus.items()
+    ]
+    return Table(["domain", *map(words, DIFFERENCES)], rows)

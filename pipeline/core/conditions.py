@@ -1,0 +1,216 @@
+"""The distilled draft under other conditions than the headline's (draft length, batch size, temperature, against the
+champion): each a list of rows or a table for metrics.json."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from typing import Any
+
+from tqdm import tqdm
+
+from pipeline.core import cost_model
+from pipeline.core.answers import Answer
+from pipeline.core.cost_measurement import measure_costs
+from pipeline.core.decoding import DecodeConfig, Decoder
+from pipeline.core.evaluation import (
+    Agreement,
+    Engine,
+    Request,
+    agreement_metrics,
+    served_metrics,
+    teacher_forced,
+    time_candidates,
+    time_one,
+)
+from pipeline.core.evaluation_settings import CHAMPION, DISTILLED, PLAIN, Contestants, DecodeSettings, EvaluateConfig
+from pipeline.core.metrics import acceptance_by_position, aggregate, difference_measure, no_data, ratio_measure
+
+CONTEXT_TOKENS, COST_REPEATS = 128, 3
+SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
+
+
+def pick(answers: list[Answer], count: int) -> list[Answer]:
+    """The first `count` answers in the order of a hash of their ids: fixed, and blind to what they contain."""
+    return sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt_id.encode()).digest())[:count]
+
+
+def dev_acceptance(models: Contestants, dev: list[Answer], settings: DecodeConfig, seed: int) -> list[float] | None:
+    """Acceptance by position of `settings.draft_length` drafted tokens on `dev`; None if there is nothing to count."""
+    decoder = Decoder(models.target, models.drafter(), settings)
+    sequences = []
+    for answer in tqdm(dev, desc="acceptance on dev", unit=" prompts"):
+        rounds = time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
+        sequences.append([(block.accepted, block.drafted) for block in rounds])
+    return acceptance_by_position(sequences, settings.draft_length)
+
+
+def by_draft_length(
+    models: Contestants,
+    dev: list[Answer],
+    by_position: list[float] | None,
+    costs: cost_model.Costs,
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """One row per k on dev: what measured costs and acceptance predict, and with config.sweep_prompts what was timed."""
+    if not by_position:
+        return []
+    rows = []
+    prompts = pick(dev, config.sweep_prompts)
+    for k in sorted(k for k in costs.target_pass_seconds if k):
+        tokens = cost_model.tokens_per_round(by_position, k)
+        row = {
+            "draft_length": k,
+            "expected_acceptance_rate": (tokens - 1) / k,
+            "predicted_speedup": cost_model.measured_cost_speedup(tokens, k, costs),
+        }
+        found = _timed(models, prompts, dataclasses.replace(settings, draft_length=k), config, seed, f"k = {k} on dev")
+        rows.append({**row, **found})
+    return rows
+
+
+def by_temperature(
+    models: Contestants, golden: list[Answer], settings: DecodeConfig, config: EvaluateConfig, seed: int
+) -> list[dict[str, Any]]:
+    """One row per temperature of config.temperatures, on golden prompts at the draft length of `settings`."""
+    rows = []
+    prompts = pick(golden, config.temperature_prompts)
+    for temperature in config.temperatures if prompts else ():
+        other = dataclasses.replace(settings, temperature=temperature)
+        common = (prompts, models.vocabulary, other.sampling, config.tokens_per_forward)
+        agreed = agreement_metrics(teacher_forced(models.drafter(), models.target, *common), config.bootstrap_samples)
+        found = _timed(models, prompts, other, config, seed, f"temperature {temperature:g}")
+        row = {"temperature": temperature, "draft_length": settings.draft_length}
+        rows.append({**row, **agreed, **found})
+    return rows
+
+
+def _timed(
+    models: Contestants, prompts: list[Answer], settings: DecodeConfig, config: EvaluateConfig, seed: int, title: str
+) -> dict[str, dict]:
+    """The served metrics of the distilled draft on `prompts`."""
+    if not prompts:
+        return dict.fromkeys(SERVED, no_data("not timed"))
+    engine = Engine(models.target, settings)
+    engine.add(PLAIN, None)
+    engine.add(DISTILLED, models.drafter())
+    requests, _ = time_candidates(engine, prompts, lambda _: [DISTILLED], seed, title)
+    found = served_metrics(requests, settings.draft_length, config.bootstrap_samples)
+    return {name: found[name] for name in SERVED}
+
+
+def by_batch(
+    models: Contestants,
+    golden: list[Answer],
+    by_position: list[float] | None,
+    decode: DecodeSettings,
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """One row per batch size: prompts decoded in lots of so many, plainly and with the draft; all tokens over all seconds.
+
+    The draft length is the configured one, or what measured costs at that size and the acceptance on dev suggest. A lot
+    ends when its last prompt does, so that slots run empty towards its end, as they do in a service without refill.
+    """
+    rows = []
+    prompts = pick(golden, config.batch_prompts)
+    for size in config.batch_sizes:
+        lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        if not lots or not by_position:
+            rows.append({"batch": size, "draft_length": None, **dict.fromkeys(SERVED, no_data("not timed"))})
+            continue
+        lengths = [decode.draft_length] if decode.draft_length else config.draft_lengths
+        costs = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, rows=size)
+        k = cost_model.best_draft_length(by_position, lengths, costs)
+        tokens = cost_model.tokens_per_round(by_position, k)
+        predicted = cost_model.measured_cost_speedup(tokens, k, costs)
+        row = {"batch": size, "draft_length": k, "predicted_speedup": predicted}
+        at_size = dataclasses.replace(settings, draft_length=k)
+        rows.append({**row, **_lots_timed(models, lots, at_size, config.bootstrap_samples, seed)})
+    return rows
+
+
+def _lots_timed(
+    models: Contestants, lots: list[list[Answer]], settings: DecodeConfig, samples: int, seed: int
+) -> dict[str, dict]:
+    size = len(lots[0])
+    decoders = {
+        PLAIN: Decoder(models.target, None, settings, slots=size),
+        DISTILLED: Decoder(models.target, models.drafter(), settings, slots=size),
+    }
+    for decoder in decoders.values():
+        _decode_lot(decoder, lots[0], seed)
+    seconds: dict[str, list[float]] = {name: [] for name in decoders}
+    drafted, accepted = [], []
+    for lot in tqdm(lots, desc=f"batch size {size}", unit=" lots"):
+        for name, decoder in decoders.items():
+            started = time.perf_counter()
+            sequences = _decode_lot(decoder, lot, seed)
+            seconds[name].append(time.perf_counter() - started)
+        rounds = [block for sequence in sequences for block in sequence.rounds]
+        drafted.append(sum(block.drafted for block in rounds))
+        accepted.append(sum(block.accepted for block in rounds))
+    names = [str(index) for index in range(len(lots))]
+    tokens = [size * settings.max_new_tokens] * len(lots)
+    return {
+        "acceptance_rate": ratio_measure(accepted, drafted, names, samples),
+        "speedup": ratio_measure(seconds[PLAIN], seconds[DISTILLED], names, samples),
+        "tokens_per_second": ratio_measure(tokens, seconds[DISTILLED], names, samples),
+        "plain_tokens_per_second": ratio_measure(tokens, seconds[PLAIN], names, samples),
+    }
+
+
+def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> list:
+    for answer in lot:
+        decoder.submit(answer.prompt_ids.tolist(), seed)
+    finished = []
+    while decoder.busy:
+        finished += [event.finished for event in decoder.step() if event.finished]
+    return finished
+
+
+def versus_champion(
+    requests: list[Request], agreements: dict[str, list[Agreement]], samples: int
+) -> dict[str, dict[str, dict]] | None:
+    """domain (and "all") -> the distilled draft against the champion, paired by prompt; None without a champion.
+
+    token_acceptance_difference and acceptance_rate_difference are ours - theirs; speedup_ratio is their seconds / ours.
+    """
+    if CHAMPION not in agreements:
+        return None
+    served = {name: [row for row in requests if row.candidate == name] for name in (DISTILLED, CHAMPION)}
+    by_domain = {
+        name: (aggregate(agreements[name], _domain), aggregate(served[name], _domain)) for name in (DISTILLED, CHAMPION)
+    }
+    ours, theirs = by_domain[DISTILLED], by_domain[CHAMPION]
+    return {
+        domain: {
+            **_agreement_difference(ours[0][domain], theirs[0][domain], samples),
+            **_served_difference(ours[1].get(domain, []), theirs[1].get(domain, []), samples),
+        }
+        for domain in ours[0]
+    }
+
+
+def _domain(row: Request | Agreement) -> str:
+    return row.domain
+
+
+def _agreement_difference(ours: list[Agreement], theirs: list[Agreement], samples: int) -> dict[str, dict]:
+    ours, theirs = (sorted(rows, key=lambda row: row.prompt_id) for rows in (ours, theirs))
+    pairs = [([row.trimmed_head for row in rows], [row.tokens for row in rows]) for rows in (ours, theirs)]
+    return {"token_acceptance_difference": difference_measure(*pairs, [row.cluster for row in ours], samples)}
+
+
+def _served_difference(ours: list[Request], theirs: list[Request], samples: int) -> dict[str, dict]:
+    """Of requests of the same prompts in the same order."""
+    clusters = [row.cluster for row in ours]
+    pairs = [([sum(row.accepted) for row in rows], [sum(row.drafted) for row in rows]) for rows in (ours, theirs)]
+    return {
+        "acceptance_rate_difference": difference_measure(*pairs, clusters, samples),
+        "speedup_ratio": ratio_measure([r.seconds for r in theirs], [r.seconds for r in ours], clusters, samples),
+    }

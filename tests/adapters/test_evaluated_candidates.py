@@ -1,0 +1,80 @@
+"""Who takes part in an evaluation: siblings and the champion beside the draft; what is not to be had is skipped by name."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from test_drafts import build_project, store  # noqa: F401 - a fixture
+
+from pipeline import evaluate, stage
+from pipeline.adapters.drafts import initial_draft, read_draft_facts, save_draft
+from pipeline.core.artifacts import write_json
+from pipeline.core.evaluation_settings import Sibling
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory, store):  # noqa: F811
+    root = tmp_path_factory.mktemp("evaluated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "PROJECT_ROOT", root)
+        made = build_project(root, 272, 264, True, store)
+        start = made.start("pruned")
+        draft = initial_draft(start, made.target, root)
+        save_draft(root / "data/draft", draft, made.target, list(range(50)), start)
+        yield made
+
+
+def taking_part(project, *siblings: Sibling):
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        config = stage.typed_config(compose("config", overrides=["experiment=smoke"]), evaluate.Config)
+    settings = dataclasses.replace(config.evaluate, siblings=list(siblings))
+    config = dataclasses.replace(config, target=project.target.config, draft=project.start("pruned"), evaluate=settings)
+    return evaluate.contestants(config, project.target, read_draft_facts(project.root / "data/draft"), "legal")
+
+
+def promoted(project, **changes) -> None:
+    """What promotion leaves about the only registered version."""
+    version = project.store.version_by_alias(project.champion, "champion")
+    fingerprint = project.store.version_fingerprint(project.champion, version)
+    facts = {
+        "model_name": project.champion,
+        "version": version,
+        "fingerprint": fingerprint,
+        "tracking_uri": project.store.uri,
+    }
+    path = project.root / "data/champion/metrics.json"
+    path.parent.mkdir(exist_ok=True)
+    write_json(path, "domain-draft/champion", 1, {**facts, **changes})
+
+
+def test_a_sibling_drafts_with_its_whole_head_and_a_missing_one_is_named(project):
+    found = taking_part(project, Sibling("small", "models/sibling"), Sibling("gone", "models/gone"))
+    assert list(found.drafts) == ["small", "undistilled", "distilled"]
+    assert found.drafts["small"].token_ids == list(range(259)) and found.drafts["distilled"].token_ids == list(
+        range(50)
+    )
+    assert set(found.skipped) == {"gone", "champion"} and "models/gone" in found.skipped["gone"]
+    assert found.skipped["champion"] == "no draft was promoted yet"
+
+
+def test_the_champion_takes_part_unless_it_is_this_draft_or_out_of_reach(project):
+    promoted(project)
+    found = taking_part(project)
+    assert list(found.drafts) == ["undistilled", "distilled", "champion"] and found.skipped == {}
+    assert found.drafts["champion"].token_ids == [0, 2, 5]
+    own = read_draft_facts(project.root / "data/draft")["fingerprint"]
+    promoted(project, fingerprint=own)
+    assert taking_part(project).skipped == {"champion": "the champion is this very draft"}
+    promoted(project, version="99")
+    assert "models:/" in taking_part(project).skipped["champion"]
+    promoted(project, tracking_uri="http://127.0.0.1:9")
+    assert "127.0.0.1:9" in taking_part(project).skipped["champion"]
+    (project.root / "data/champion/metrics.json").unlink()
+
+
+def test_all_drafts_are_of_the_saved_dtype(project):
+    found = taking_part(project, Sibling("small", "models/sibling"))
+    assert {draft.model.dtype for draft in found.drafts.values()} == {torch.float32}
