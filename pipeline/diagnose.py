@@ -4,8 +4,8 @@ Reads:  the configuration; configs and tokenizers of target and draft, but no we
         data/answers/{train,dev} and the weights of the drafts, not the target's.
 Writes: nothing; prints one line per check.
 Does:   checks the models, the pair, the sources and the registry; compares the memory and disk that the stages need
-        with what is free; says what the draft costs where it is served and from which acceptance on it pays. All failures
-        are shown, not only the first; any makes the exit code 1.
+        with what is free; says what the draft costs where it is served and from which acceptance on it pays. All
+        failures are shown, not only the first; any makes the exit code 1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well drafts, as they start, guess the target's stored answers: which one to distil, or whether any needs to be."""
+"""How well drafts, as they start, guess the target's stored answers: which to distil, or whether one needs to be."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def token_acceptance(
 ) -> dict[str, dict[str, dict]]:
     """domain (and "all") -> the token acceptances of the draft before distillation, as measures.
 
-    Greedy, so that the target's stored most probable tokens decide and its weights are loaded only where the draft starts
-    from them (`takes_weights_of_target`). `head_tokens` and `half_weights` say how the draft is served. Where its layers
-    are still to be chosen, it has the most that are tried.
+    Greedy, so that the target's stored most probable tokens decide: its weights are loaded only where the draft starts
+    from them (`takes_weights_of_target`). `head_tokens` and `half_weights` say how the draft is served. Where its
+    layers are still to be chosen, it has the most that are tried.
     """
     target = stored.target
     shared = check_draft(config, target, root).shared_ids

@@ -57,9 +57,8 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
 
 
 def active_parameters(model: PreTrainedModel, head_tokens: int | None = None, tokens: int = 1) -> int:
-    """Weights that the `tokens` tokens of a pass are multiplied with: no embedding that is only looked up, no experts that
-    none of them chooses, if each expert is as likely as any other, and of the output head only `head_tokens` rows if given.
-    """
+    """Weights that the `tokens` tokens of a pass are multiplied with: no embedding that is only looked up, of the output
+    head only `head_tokens` rows if given, and no experts that none of the tokens chooses, each being equally likely."""
     text = model.config.get_text_config()
     total = 0
     for name, parameter in model.named_parameters():
@@ -96,7 +95,7 @@ def read_bytes(
     head_tokens: int | None = None,
     tokens: int = 1,
 ) -> int:
-    """Bytes of weights that a pass over `tokens` tokens reads, with an output head of `head_tokens` rows (None: all)."""
+    """Bytes of weights that a pass over `tokens` tokens reads; `head_tokens`: rows of the output head, None for all."""
     return _bytes(active_parameters(model, head_tokens, tokens), model, dtype, quantization)
 
 

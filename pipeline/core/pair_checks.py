@@ -74,8 +74,8 @@ def break_even(costs: Costs, lengths: list[int]) -> Passed:
     needed = {k: break_even_acceptance(k, costs) for k in lengths}
     shown = ", ".join(f"k = {k} {'never' if share is None else f'{100 * share:.1f} %'}" for k, share in needed.items())
     detail = (
-        f"drafting pays above a token acceptance of: {shown}; assuming that memory bandwidth decides, so that a dense target"
-        " checks k + 1 tokens in the time of one"
+        f"drafting pays above a token acceptance of: {shown}; assuming that memory bandwidth decides, so that a dense"
+        " target checks k + 1 tokens in the time of one"
     )
     if all(share is None for share in needed.values()):
         return Passed(None, detail, "no acceptance pays", "choose a smaller draft, or trim more of its head.")

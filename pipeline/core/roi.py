@@ -1,7 +1,7 @@
 """What the draft is worth in money: the sheet that a team fills in (conf/roi/), and what follows from it.
 
-An instance decodes `plain_tokens_per_second` at the stated load, with the draft `speedup` times as many, for another price
-per hour. Per month, H being the hours that it takes without the draft:
+An instance decodes `plain_tokens_per_second` at the stated load, with the draft `speedup` times as many, for another
+price per hour. Per month, H being the hours that it takes without the draft:
 
     H           = requests x tokens per request / plain tokens per second / 3600
     cost before = H x price before
@@ -9,8 +9,8 @@ per hour. Per month, H being the hours that it takes without the draft:
     net saving  = cost before - cost after
     ROI         = months x net saving / engineering cost
 
-Each figure rises or falls with the speedup throughout, so the ends of the speedup's 95 % interval give the figure's. The
-sheet itself is taken as exact.
+Each figure rises or falls with the speedup throughout, so the ends of the speedup's 95 % interval give the figure's.
+The sheet itself is taken as exact.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ FIGURES = {
 
 
 def roi(sheet: RoiConfig, metrics: dict[str, Any]) -> dict[str, Any]:
-    """The sheet, the speedup taken from `metrics` (the document data/eval/metrics.json), and each of `FIGURES` as a measure."""
+    """The sheet, the speedup from `metrics` (the document data/eval/metrics.json), each of `FIGURES` as a measure."""
     speedup = speedup_at(metrics, sheet.batch)
     return {"sheet": asdict(sheet), "domain": metrics["domain"], "speedup": speedup, "figures": figures(sheet, speedup)}
 
 
 def speedup_at(metrics: dict[str, Any], batch: int) -> dict[str, Any]:
-    """The distilled draft's speedup on the target domain with `batch` requests decoded together, never at another load."""
+    """The draft's speedup on the target domain with `batch` requests decoded together, never that at another load."""
     alone = metrics["candidates"][CANDIDATE].get(metrics["domain"], {}).get("speedup")
     rows = [*([{"batch": 1, "speedup": alone}] if alone else []), *metrics.get("by_batch", [])]
     found = {row["batch"]: row["speedup"] for row in rows}
