@@ -1,9 +1,11 @@
 """diagnose: would this run work here, and what would it take?
 
-Reads:  the configuration; configs and tokenizers of target and draft, but no weights.
+Reads:  the configuration; configs and tokenizers of target and draft, but no weights. With diagnose.score=true also
+        data/answers/{train,dev} and the weights of the drafts, not the target's.
 Writes: nothing; prints one line per check.
-Does:   checks the models, the pair, the sources and the registry, and compares the memory and disk that the stages need
-        with what is free. All failures are shown, not only the first; any makes the exit code 1.
+Does:   checks the models, the pair, the sources and the registry; compares the memory and disk that the stages need
+        with what is free; says what the draft costs where it is served and from which acceptance on it pays. All
+        failures are shown, not only the first; any makes the exit code 1.
 """
 
 from __future__ import annotations
@@ -12,18 +14,22 @@ import dataclasses
 import json
 import shutil
 import sys
-import textwrap
-from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlparse
 
 import hydra
 import torch
 from huggingface_hub import try_to_load_from_cache
 
+from pipeline.adapters import target_checks
+from pipeline.adapters.draft_scores import (
+    StoredAnswers,
+    read_stored_answers,
+    takes_weights_of_target,
+    token_acceptance,
+)
 from pipeline.adapters.drafts import (
     DraftConfig,
     check_distillable,
@@ -33,11 +39,10 @@ from pipeline.adapters.drafts import (
 )
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.processes import LaunchConfig, check_command
-from pipeline.adapters.quantization import quantization_config
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
-from pipeline.core import footprint
-from pipeline.core.cache import layer_types
+from pipeline.core import footprint, pair_checks
+from pipeline.core.checks import GIB, Finding, Passed, Report, size_text
 from pipeline.core.comparison import machine
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation_settings import DecodeSettings, EvaluateConfig
@@ -45,14 +50,14 @@ from pipeline.core.models import (
     ModelConfig,
     default_device,
     eos_token_ids,
-    load_config,
     load_generation_config,
     load_tokenizer,
     max_positions,
     resolve_dtype,
 )
 from pipeline.core.pruning import keep_layers
-from pipeline.core.templates import encode_prompts
+from pipeline.core.report_page import TOKEN_ACCEPTANCE, measured
+from pipeline.core.templates import encode_prompts, template_fingerprint
 from pipeline.core.training import DistillConfig
 from pipeline.gate import GateConfig
 from pipeline.generate import GenerateConfig
@@ -60,7 +65,6 @@ from pipeline.prepare import DomainConfig
 from pipeline.register import RegistryConfig, check_receipt
 from pipeline.stage import execute, input_path
 
-GIB = 1 << 30
 SPREAD = (
     "spread the target over devices (target.device_map=auto, or tensor parallelism where one's own code loads it), or"
     " evaluate through the serving engine"
@@ -69,11 +73,19 @@ TIGHT = 0.85  # share of what is free from which on a need is worth a warning
 FILLER = "the Licensee shall not assign or transfer this Agreement without the written consent of the Licensor".split()
 
 
-NOT_APPLIED = {  # settings of a generation config that change which tokens are allowed, with the values that mean "off"
-    "repetition_penalty": (1.0,), "no_repeat_ngram_size": (0,), "bad_words_ids": (), "min_new_tokens": (0,),
-    "min_length": (0,), "suppress_tokens": ([],), "begin_suppress_tokens": ([],), "forced_bos_token_id": (),
-    "sequence_bias": (), "exponential_decay_length_penalty": (),
-}  # fmt: skip
+@dataclass
+class DiagnoseConfig:
+    """What is looked at beyond the run itself."""
+
+    score: bool  # token acceptance of the drafts as they start, from stored answers
+    batch: int  # requests that the service decodes together
+    context_tokens: int | None  # of each of them, prompt and answer; null: as many as this run's longest
+    memory_gib: float | None  # of the machine that serves, for weights and caches; null: what is free here
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "context_tokens", "memory_gib"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ValueError(f"diagnose.{name} must be > 0, got {value}")
 
 
 @dataclass
@@ -88,84 +100,56 @@ class Config:
     gate: GateConfig
     registry: RegistryConfig
     launch: LaunchConfig
-
-
-class Passed(NamedTuple):
-    """What a check found that did not fail; with a `warning` it is reported as one."""
-
-    value: Any  # for the checks that build on this one
-    detail: str
-    warning: str = ""
-    remedy: str = ""
-
-
-@dataclass
-class Finding:
-    check: str
-    result: str  # ok | warning | failed | not run
-    detail: str
-    remedy: str
-    value: Any = None
-
-
-@dataclass
-class Report:
-    """Findings in the order of the checks."""
-
-    findings: list[Finding] = dataclasses.field(default_factory=list)
-
-    def check(self, name: str, function: Callable[..., Passed], *needs: Finding) -> Finding:
-        """Note what `function` says about the values of `needs`, or that it cannot run without one of them."""
-        missing = [need.check for need in needs if need.result in ("failed", "not run")]
-        if missing:
-            finding = Finding(name, "not run", f"needs: {', '.join(missing)}", "")
-        else:
-            try:
-                value, detail, warning, remedy = function(*(need.value for need in needs))
-            except PipelineError as error:
-                finding = Finding(name, "failed", error.reason, error.remedy)
-            else:
-                text = "; ".join(filter(None, (detail, warning)))
-                finding = Finding(name, "warning" if warning else "ok", text, remedy, value)
-        self.findings.append(finding)
-        return finding
-
-    def table(self) -> str:
-        """Check, result and detail of each finding, the remedy below it."""
-        names = max(len(finding.check) for finding in self.findings)
-        room = max(40, shutil.get_terminal_size((120, 24)).columns - names - 11)
-        lines = []
-        for finding in self.findings:
-            texts = [finding.detail, finding.remedy and f"-> {finding.remedy}"]
-            cells = [line for text in texts for line in textwrap.wrap(text, room, break_on_hyphens=False)]
-            lines.append(f"{finding.check:{names}}  {finding.result:7}  {cells[0]}")
-            lines += [" " * (names + 11) + cell for cell in cells[1:]]
-        return "\n".join(lines)
+    diagnose: DiagnoseConfig
 
 
 def diagnose(config: Config, root: Path) -> Report:
     """Run every check that can run."""
     report = Report()
     report.check("machine", _machine)
-    model = report.check("target configuration", lambda: _configuration(config.target, root))
-    cache = report.check("target cache", _cache, model)
-    tokenizer = report.check("target tokenizer", lambda found: _tokenizer(config.target, *found), model)
-    report.check("end of answers", lambda *found: _end_of_answers(config.target, *found), model, tokenizer)
-    report.check("generation rules", lambda found: _generation_rules(config.target, found), model)
-    report.check("target quantization", lambda: _quantization(config.target))
+    model = report.check("target configuration", lambda: target_checks.configuration(config.target, root))
+    cache = report.check("target cache", target_checks.cache, model)
+    tokenizer = report.check("target tokenizer", lambda found: target_checks.tokenizer(config.target, *found), model)
+    report.check("end of answers", lambda *found: target_checks.end_of_answers(config.target, *found), model, tokenizer)
+    report.check("generation rules", lambda found: target_checks.generation_rules(config.target, found), model)
+    report.check("target quantization", lambda: target_checks.quantization(config.target))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
+    report.check("chat template", lambda found: _chat_template(config.draft, found, root), target)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
+    report.check("family", pair_checks.family, pair)
+    report.check("context length", pair_checks.context_length, pair)
     report.check("draft head", lambda found: _draft_head(config, found, root), target)
     prompt = report.check("prompt length", lambda *found: _prompt_length(config, *found), tokenizer, pair)
     for stage in ("generate", "distill", "evaluate"):
         report.check(f"memory of {stage}", lambda *found, stage=stage: _memory(config, stage, *found), pair, prompt)
+    _served(report, config, pair, prompt)
     report.check("disk", lambda *found: _disk(config, root, *found), model, pair)
     report.check("time (estimate)", lambda *found: _time(config, *found), pair, prompt)
     for source in config.domain.sources:
         report.check(f"source {source.name}", lambda source=source: _source(source, root))
     report.check("launch", lambda: Passed(check_command(config.launch.distill, root), config.launch.distill))
     report.check("registry", lambda: _registry(config.registry, root))
+    if config.diagnose.score:
+        _scores(report, config, [config.draft], root)
     return report
+
+
+def _served(report: Report, config: Config, pair: Finding, prompt: Finding) -> None:
+    """What the draft costs where it is served, and from which acceptance on it pays."""
+    lengths = config.evaluate.draft_lengths
+    served = (lengths, config.distill.head_tokens, config.decode.draft_half_weights)
+    load = report.check("load served", lambda *found: _load(config, *found), pair, prompt)
+    report.check("memory of serving", pair_checks.serving_memory, pair, load)
+    costs = report.check("cost ratio (estimate)", lambda *found: pair_checks.cost_ratio(*found, *served), pair, load)
+    report.check("break-even acceptance", lambda found: pair_checks.break_even(found, lengths), costs)
+
+
+def _scores(report: Report, config: Config, candidates: list[DraftConfig], root: Path) -> None:
+    """How well each of `candidates` guesses the stored dev answers before distillation."""
+    stored = report.check("stored answers", lambda: _stored_answers(config.target, root))
+    for candidate in candidates:
+        name = f"token acceptance of {candidate.name}"
+        report.check(name, lambda found, candidate=candidate: _score(config, candidate, found, root), stored)
 
 
 def run(config: Config) -> None:
@@ -185,73 +169,15 @@ def _machine() -> Passed:
     return Passed(None, f"{facts['processor']}, {facts['threads']} threads, {accelerator}; dtype auto is {dtype}")
 
 
-def _configuration(config: ModelConfig, root: Path) -> Passed:
-    location = resolve_model(config.id, root)
-    found = load_config(location, config.revision, config.trust_remote_code)
-    text = found.get_text_config()
-    layers = getattr(text, "num_hidden_layers", "?")
-    return Passed((location, found), f"{config.id}: {text.model_type}, {layers} layers of width {text.hidden_size}")
-
-
-def _cache(found: tuple) -> Passed:
-    counts = Counter(layer_types(found[1]))
-    kinds = ", ".join(f"{count} x {kind}" for kind, count in sorted(counts.items()))
-    return Passed(None, f"{kinds}: can be rolled back by position")
-
-
-def _tokenizer(config: ModelConfig, location: str, found: Any) -> Passed:
-    tokenizer = load_tokenizer(location, config.revision, config.trust_remote_code)
-    rows, size = found.get_text_config().vocab_size, len(tokenizer)
-    detail = f"{size} tokens, {rows} embedding rows"
-    warning = ""
-    if size < rows:
-        detail += f", of which the last {rows - size} are padding and never emitted"
-    elif size > rows:
-        warning = f"{size - rows} tokens have no embedding row and must not occur in prompts"
-    if max(tokenizer.get_vocab().values()) >= size:
-        warning = f"its ids have holes, so real tokens from id {size} on are taken for padding"
-    return Passed(tokenizer, detail, warning, warning and "check that tokenizer and model belong together.")
-
-
-def _end_of_answers(config: ModelConfig, found: tuple, tokenizer: Any) -> Passed:
-    location, model_config = found
-    ids = eos_token_ids(load_generation_config(location, config.revision), tokenizer)
-    real = min(len(tokenizer), model_config.get_text_config().vocab_size)
-    if beyond := [index for index in ids if index >= real]:
-        raise PipelineError(
-            f"The end-of-answer ids {beyond} lie beyond the {real} real tokens: no answer would end.",
-            "correct eos_token_id in the target's generation_config.json.",
-        )
-    if not ids:
-        return Passed(ids, "no token ends an answer", "all run to max_new_tokens", "give the target an eos_token_id.")
-    detail = ", ".join(f"{index} {tokenizer.convert_ids_to_tokens(index)!r}" for index in ids)
-    if tokenizer.eos_token_id in (None, *ids):
-        return Passed(ids, detail)
-    warning = f"the tokenizer's own, {tokenizer.eos_token!r}, is not among them"
-    return Passed(ids, detail, warning, "check eos_token_id in the target's generation_config.json.")
-
-
-def _generation_rules(config: ModelConfig, found: tuple) -> Passed:
-    """Rules of the target's generation config that answers and measurements do without (D09: never ignored silently)."""
-    settings = load_generation_config(found[0], config.revision)
-    rules = {name: getattr(settings, name, None) for name in NOT_APPLIED}
-    rules = {name: value for name, value in rules.items() if value not in (None, *NOT_APPLIED[name])}
-    if not rules:
-        return Passed(None, "none beyond sampling")
-    named = ", ".join(f"{name}={value}" for name, value in rules.items())
-    remedy = "serve without them, or expect lower acceptance in production than is measured here."
-    return Passed(None, "", f"generation_config.json asks for {named}, which answers here are made without", remedy)
-
-
-def _quantization(config: ModelConfig) -> Passed:
-    quantized = quantization_config(config) is not None
-    return Passed(None, f"{config.quantization}: bitsandbytes runs here" if quantized else "none")
+def _target(config: ModelConfig, root: Path) -> Target:
+    """The target; that its quantisation runs here has a check of its own."""
+    target = Target(dataclasses.replace(config, quantization="none"), root)
+    target.config = config
+    return target
 
 
 def _draft(config: Config, root: Path) -> Passed:
-    target = Target(dataclasses.replace(config.target, quantization="none"), root)
-    if config.draft.init == "champion":
-        target.config = config.target  # the quantisation is part of the key; that it runs has a check of its own
+    target = _target(config.target, root)
     match = check_draft(config.draft, target, root)
     warnings = list(match.warnings)
     if config.draft.init == "pretrained":
@@ -266,6 +192,22 @@ def _draft(config: Config, root: Path) -> Passed:
     detail = f"{config.draft.init}, {config.draft.origin}; {len(match.shared_ids)} shared token ids"
     remedy = "none needed: the answers stay the target's." if warnings else ""
     return Passed(target, detail, "; ".join(warnings), remedy)
+
+
+def _chat_template(config: DraftConfig, target: Target, root: Path) -> Passed:
+    """Whether the draft was made for prompts as the target's template renders them."""
+    if config.init in ("pruned", "config"):
+        return Passed(None, "the target's: this draft brings none")
+    if config.init == "champion":
+        own = config.registered(root).facts["template"]
+    else:
+        own = template_fingerprint(load_tokenizer(resolve_model(config.id, root), config.revision))
+    if own == target.template:
+        return Passed(None, "neither has one" if own == "none" else "both render a user's message alike")
+    lacking = {own: "the draft has none", target.template: "the target has none"}
+    warning = lacking.get("none", "they render a user's message differently")
+    remedy = "distil the draft here: one made under another template guesses worse on chats."
+    return Passed(None, "", f"{warning}; the draft sees prompts as the target does", remedy)
 
 
 def _pair(config: Config, target: Target, root: Path) -> Passed:
@@ -320,25 +262,35 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Pa
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
         needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions)
         remedy = f"lower evaluate.tokens_per_forward, {SPREAD}."
-    free = footprint.free_memory_bytes(pair.device, all_devices=config.target.device_map is not None)
-    return _compare("memory", needs, free, remedy)
+    return _compare("memory", needs, _free_memory(config, pair), remedy)
+
+
+def _free_memory(config: Config, pair: footprint.Pair) -> int | None:
+    return footprint.free_memory_bytes(pair.device, all_devices=config.target.device_map is not None)
+
+
+def _load(config: Config, pair: footprint.Pair, prompt: int) -> Passed:
+    """What the service does at one time, from the configuration and this run."""
+    given = config.diagnose
+    new = max(config.generate.max_new_tokens, config.evaluate.max_new_tokens)
+    memory = _free_memory(config, pair) if given.memory_gib is None else given.memory_gib * GIB
+    load = pair_checks.Load(given.batch, given.context_tokens or prompt + new, memory)
+    return Passed(
+        load, f"{load.batch} requests of {load.positions} tokens, decoded together (diagnose.batch, context_tokens)"
+    )
 
 
 def _compare(what: str, needs: dict[str, int], free: int | None, remedy: str) -> Passed:
     """What is needed, by part, against what is free."""
     total = sum(needs.values())
-    parts = ", ".join(f"{name} {_size(amount)}" for name, amount in needs.items() if amount)
-    detail = f"about {_size(total)} ({parts})"
+    parts = ", ".join(f"{name} {size_text(amount)}" for name, amount in needs.items() if amount)
+    detail = f"about {size_text(total)} ({parts})"
     if free is None:
         return Passed(None, detail, f"free {what} is unknown here", "compare by hand.")
-    detail += f"; {_size(free)} free"
+    detail += f"; {size_text(free)} free"
     if total > free:
         raise PipelineError(f"{detail}: too little {what}.", remedy)
     return Passed(None, detail, f"{what} is tight", remedy) if total > TIGHT * free else Passed(None, detail)
-
-
-def _size(amount: float) -> str:
-    return f"{amount / GIB:.1f} GiB" if amount >= 0.1 * GIB else f"{amount / (1 << 20):.1f} MiB"
 
 
 def _prompts(config: Config, *splits: str) -> int:
@@ -393,6 +345,27 @@ def _source(source: SourceConfig, root: Path) -> Passed:
     if source.split is None:
         raise PipelineError(f"It names no split of {source.path}.", "add `split: train` to the source.")
     return Passed(None, f"{source.path} on the hub, split {source.split}: not looked up")
+
+
+def _stored_answers(config: ModelConfig, root: Path) -> Passed:
+    stored = read_stored_answers(_target(config, root), root / "data" / "answers")
+    return Passed(stored, f"{len(stored.dev)} of dev, {len(stored.train)} of train for the trimmed head")
+
+
+def _score(config: Config, candidate: DraftConfig, stored: StoredAnswers, root: Path) -> Passed:
+    found = token_acceptance(
+        candidate,
+        stored,
+        root,
+        config.distill.head_tokens,
+        config.decode.draft_half_weights,
+        config.evaluate.tokens_per_forward,
+        config.evaluate.bootstrap_samples,
+    )
+    shares = [f"{domain} {measured(metrics[TOKEN_ACCEPTANCE], 'share')}" for domain, metrics in found.items()]
+    whole = measured(found["all"]["token_acceptance_full_head"], "share")
+    loaded = "; the target's weights were loaded, since it starts from them" * takes_weights_of_target(candidate)
+    return Passed(None, f"before distillation, greedy: {', '.join(shares)}; all with the full head {whole}{loaded}")
 
 
 def _registry(config: RegistryConfig, root: Path) -> Passed:

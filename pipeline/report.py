@@ -2,7 +2,8 @@
 
 Reads:  data/prompts/stats.json, data/draft/draft.json, data/distill/history.csv, data/eval/metrics.json,
         data/gate/verdict.json, data/registry/receipt.json.
-Writes: data/report/index.html (self-contained), data/report/plots/*.csv (what its charts draw, for `dvc plots`).
+Writes: data/report/index.html (self-contained), data/report/roi.json (what the draft saves on the sheet of conf/roi),
+        data/report/plots/*.csv (what its charts draw, for `dvc plots`).
 Does:   renders, then enforces the gate: with gate.enforce=true a failed verdict ends the stage with exit code 1.
 """
 
@@ -16,9 +17,10 @@ from typing import Any
 import hydra
 
 from pipeline.adapters.report_page import render
-from pipeline.core.artifacts import atomic_path, read_json
+from pipeline.core.artifacts import atomic_path, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.report_page import Documents, plot_tables
+from pipeline.core.roi import RoiConfig, roi
 from pipeline.gate import GateConfig
 from pipeline.stage import execute, input_path, output_path
 
@@ -34,6 +36,7 @@ PLOT_COLUMNS = {
 @dataclass
 class Config:
     gate: GateConfig
+    roi: RoiConfig
 
 
 def run(config: Config) -> None:
@@ -41,12 +44,13 @@ def run(config: Config) -> None:
 
     Raises `PipelineError` when an artifact is missing and, after the report exists, when an enforced gate failed.
     """
-    documents = _read_documents()
+    documents = _read_documents(config.roi)
     plots = plot_tables(documents)
     with atomic_path(output_path("data/report")) as folder:
         (folder / "plots").mkdir(parents=True)
         for name, columns in PLOT_COLUMNS.items():
             _write_rows(folder / "plots" / f"{name}.csv", columns, plots[name])
+        write_json(folder / "roi.json", "domain-draft/roi", 1, documents.roi)
         (folder / "index.html").write_text(render(documents, plots), encoding="utf-8")
     print(f"report {output_path('data/report/index.html')}")
     failed = [item for item in documents.verdict["checks"] if not item["passed"] and item["severity"] == "fail"]
@@ -56,14 +60,16 @@ def run(config: Config) -> None:
         raise PipelineError(f"The gate {documents.verdict['gate']!r} failed: {names}.", remedy)
 
 
-def _read_documents() -> Documents:
+def _read_documents(sheet: RoiConfig) -> Documents:
+    metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
     return Documents(
         prompts=read_json(input_path("data/prompts/stats.json"), "domain-draft/prompts", 1),
         draft=read_json(input_path("data/draft/draft.json"), "domain-draft/draft", 1),
         history=_read_rows(input_path("data/distill/history.csv")),
-        metrics=read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1),
+        metrics=metrics,
         verdict=read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1),
         receipt=read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1),
+        roi=roi(sheet, metrics),
     )
 
 

@@ -1,6 +1,7 @@
 """summary: the closing lines of `make repro`.
 
-Reads:  data/eval/metrics.json, data/gate/verdict.json, data/registry/receipt.json, and the MLflow store it names.
+Reads:  data/eval/metrics.json, data/gate/verdict.json, data/registry/receipt.json, data/report/roi.json, and the MLflow
+        store that the receipt names.
 Does:   prints what was reached and where to look; exits 1 when a file or the registered version is missing.
 """
 
@@ -20,6 +21,7 @@ from pipeline.core.report_page import (
     domains,
     found,
     measured,
+    money,
     quantity,
     registration,
     words,
@@ -37,12 +39,14 @@ def summary_lines() -> list[str]:
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
     verdict = read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1)
     receipt = read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1)
+    roi = read_json(input_path("data/report/roi.json"), "domain-draft/roi", 1)
     page = input_path("data/report/index.html")
     if not page.exists():
         raise PipelineError(f"{page} does not exist.", "run the stage that writes it: `dvc repro`.")
     _check_registered(receipt)
     missed = [item for item in verdict["checks"] if not item["passed"]]
-    figures = [*_figures(metrics), [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]
+    worth = [f"money ({roi['sheet']['name']}, batch {roi['sheet']['batch']})", money(roi)]
+    figures = [*_figures(metrics), worth, [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]
     places = [["model", registration(receipt)], ["report", str(page)], ["runs", _browse(receipt["tracking_uri"])]]
     lines = _aligned([*figures, *places])
     remedies = [f"  {line}" for line in verdict_lines({**verdict, "checks": missed})[:-1]]

@@ -53,6 +53,7 @@ def test_every_group_file_composes_and_types(path):
 def test_all_group_files_are_found():
     assert {path.parent.name for path in GROUP_FILES} >= {
         "target", "draft", "domain", "generate", "distill", "decode", "evaluate", "gate", "registry", "launch",
+        "roi", "diagnose",
     }  # fmt: skip
     assert len(EXPERIMENTS) >= 5
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 import types
@@ -9,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from tiny_answers import answers_of
+from tiny_models import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     BloomConfig,
@@ -17,12 +20,19 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MambaConfig,
+    MistralConfig,
     PreTrainedTokenizerFast,
 )
 
 from pipeline import diagnose, stage
 from pipeline.adapters import quantization
+from pipeline.adapters.answer_files import write_answers
+from pipeline.adapters.drafts import DraftConfig
+from pipeline.adapters.targets import Target
 from pipeline.core import footprint
+from pipeline.core.checks import Finding, Report
+from pipeline.core.errors import PipelineError
+from pipeline.core.models import ModelConfig
 from pipeline.core.tiny import TEMPLATE, build_tiny_tokenizer
 
 SHAPE = {
@@ -74,12 +84,12 @@ def with_pretrained_draft(cfg, target: str, draft: str):
     return cfg
 
 
-def findings(cfg) -> dict[str, diagnose.Finding]:
+def findings(cfg) -> dict[str, Finding]:
     report = diagnose.diagnose(stage.typed_config(cfg, diagnose.Config), stage.input_path(""))
     return {finding.check: finding for finding in report.findings}
 
 
-def failed(found: dict[str, diagnose.Finding]) -> list[str]:
+def failed(found: dict[str, Finding]) -> list[str]:
     return [name for name, finding in found.items() if finding.result == "failed"]
 
 
@@ -195,7 +205,7 @@ def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, 
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None if fault == "import" else types.ModuleType("bitsandbytes"))
     monkeypatch.setattr(quantization, "_probe", broken)
-    cfg.target.quantization = "4bit"
+    with_pretrained_draft(cfg, "builtin:tiny", "builtin:tiny").target.quantization = "4bit"
     started = time.monotonic()
     found = findings(cfg)
     assert time.monotonic() - started < 10
@@ -203,6 +213,12 @@ def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, 
     assert "target.quantization=4bit" in found["target quantization"].detail
     assert "target.quantization=none" in found["target quantization"].remedy
     assert found["draft"].result == "ok"
+
+
+def test_layers_cannot_come_out_of_a_quantised_target(cfg, monkeypatch):
+    monkeypatch.setattr(quantization, "_probe", lambda *_: None)
+    cfg.target.quantization = "8bit"
+    assert "cannot cut layers out of a target with quantization=8bit" in findings(cfg)["draft"].detail
 
 
 def test_an_unreachable_registry_is_named_within_seconds(cfg):
@@ -328,3 +344,128 @@ def test_a_target_that_takes_no_positions(cfg, tmp_path):
     found = findings(cfg)
     assert failed(found) == ["parameters"]
     assert "takes no position_ids" in found["parameters"].detail
+
+
+def test_a_draft_made_from_the_target_shares_template_family_and_context(cfg):
+    found = findings(cfg)
+    assert found["chat template"].detail.startswith("the target's")
+    assert found["family"].detail == "one: llama"
+    assert (found["context length"].result, found["context length"].detail) == ("ok", "target 1024, draft 1024 tokens")
+
+
+@pytest.mark.parametrize(
+    ("template", "result", "words"),
+    [
+        (TEMPLATE, "ok", "both render a user's message alike"),
+        (TEMPLATE + "{# another source, the same text #}", "ok", "both render a user's message alike"),
+        (TEMPLATE.replace("<|im_start|>", "@"), "warning", "they render a user's message differently"),
+        (None, "warning", "the draft has none"),
+    ],
+)
+def test_chat_templates_are_compared_by_what_they_render(cfg, tmp_path, template, result, words):
+    tokenizer = build_tiny_tokenizer()
+    tokenizer.chat_template = template
+    draft = save(tmp_path / "draft", LlamaConfig(vocab_size=264, **SHAPE), tokenizer)
+    found = findings(with_pretrained_draft(cfg, "builtin:tiny", draft))
+    assert found["chat template"].result == result and words in found["chat template"].detail
+
+
+def test_another_family_and_a_shorter_context_are_named(cfg, tmp_path):
+    shape = {name: value for name, value in SHAPE.items() if name != "max_position_embeddings"}
+    draft = save(tmp_path / "draft", MistralConfig(vocab_size=264, **shape, max_position_embeddings=512))
+    found = findings(with_pretrained_draft(cfg, "builtin:tiny", draft))
+    assert found["family"].detail.startswith("two: the target is llama, the draft mistral")
+    assert found["context length"].result == "warning"
+    assert (
+        "target 1024, draft 512 tokens; what outgrows 512 tokens is decoded plainly" in found["context length"].detail
+    )
+
+
+def test_the_service_is_sized_at_the_given_load_and_memory():
+    """Half of the tiny target's layers are kept, so that its cache grows by half."""
+    load = ["diagnose.batch=3", "diagnose.context_tokens=256", "draft.dtype=float32"]
+    found = findings(smoke(*load, "diagnose.memory_gib=0.01"))
+    assert found["load served"].detail.startswith("3 requests of 256 tokens")
+    weights = {"target": 164_928 * 4, "draft": 90_944 * 4}
+    cache = {"target": 4 * 256 * 64 * 4, "draft": 2 * 256 * 64 * 4}
+    memory = 0.01 * 2**30
+    alone = int((memory - weights["target"]) // cache["target"])
+    both = int((memory - sum(weights.values())) // sum(cache.values()))
+    served = found["memory of serving"]
+    assert served.result == "ok"
+    assert f"fit {alone} requests without the draft, {both} with it: {alone - both} fewer" in served.detail
+    assert f"target weights {weights['target'] / 2**20:.1f} MiB" in served.detail
+    assert f"draft cache {3 * cache['draft'] / 2**20:.1f} MiB" in served.detail
+    served = findings(smoke(*load, "diagnose.memory_gib=0.0015"))["memory of serving"]
+    assert served.result == "warning" and "the load of 3 requests does not fit" in served.detail
+    assert "roi.price_per_hour_after" in served.remedy
+
+
+def test_break_even_acceptance_follows_from_bytes(cfg):
+    """(1 - a^2) / (1 - a) = 1 + a = 1 + c at k = 1 where a pass over two tokens costs what one over one does."""
+    cfg.diagnose.context_tokens = 32
+    cfg.diagnose.batch = 1
+    cfg.draft.dtype = "float32"
+    cfg.decode.draft_half_weights = False
+    found = findings(cfg)
+    step = {"target": 164_928 * 4 + 4 * 32 * 64 * 4, "draft": (90_944 - (264 - 128) * 64) * 4 + 2 * 32 * 64 * 4}
+    c = step["draft"] / step["target"]
+    assert found["cost ratio (estimate)"].detail.startswith(f"c = {c:.3f}: ")
+    assert "head trimmed to 128 tokens" in found["cost ratio (estimate)"].detail
+    assert f"k = 1 {100 * c:.1f} %, k = 2 " in found["break-even acceptance"].detail
+
+
+def test_a_draft_as_large_as_the_target_pays_at_no_acceptance(cfg):
+    cfg.distill.head_tokens = 1000
+    cfg.draft.dtype = "float32"
+    cfg.decode.draft_half_weights = False
+    found = findings(with_pretrained_draft(cfg, "builtin:tiny", "builtin:tiny"))
+    assert found["cost ratio (estimate)"].detail.startswith("c = 1.000")
+    assert found["break-even acceptance"].detail.count("100.0 %") == 3
+
+
+def test_drafts_are_scored_only_on_request_and_on_answers_that_are_there(cfg):
+    assert not [name for name in findings(cfg) if name.startswith("token acceptance")]
+    cfg.diagnose.score = True
+    found = findings(cfg)
+    assert failed(found) == ["stored answers"]
+    assert "dvc repro generate" in found["stored answers"].remedy
+    assert found["token acceptance of tiny-2-layers"].result == "not run"
+
+
+def test_the_configured_draft_is_scored_from_stored_answers(cfg, root, tmp_path):
+    model = tiny_llama(vocabulary=259, num_hidden_layers=4, std=0.2)
+    model.save_pretrained(tmp_path / "target")
+    build_tiny_tokenizer().save_pretrained(tmp_path / "target")
+    cfg.target.id = str(tmp_path / "target")
+    cfg.diagnose.score = True
+    target = Target(ModelConfig(name="t", id=cfg.target.id, dtype="float32"), root)
+    for split in ("train", "dev"):
+        path = root / "data" / "answers" / split / "00000.parquet"
+        write_answers(path, answers_of(model, 3), {**target.facts, "target_domain": "legal"})
+    found = findings(cfg)
+    shutil.rmtree(root / "data" / "answers")
+    assert not failed(found)
+    assert found["stored answers"].detail == "3 of dev, 3 of train for the trimmed head"
+    scored = found["token acceptance of tiny-2-layers"].detail
+    assert scored.startswith("before distillation, greedy: legal ") and "; all with the full head " in scored
+    assert scored.endswith("the target's weights were loaded, since it starts from them")
+
+
+def test_each_candidate_has_a_line_and_a_fault_in_one_leaves_the_others(cfg, monkeypatch):
+    def scored(candidate, *_):
+        if candidate.name == "broken":
+            raise PipelineError("no weights", "look")
+        entry = {"value": 0.5, "interval": None, "count": 1, "reason": None}
+        return {"all": {"token_acceptance_trimmed_head": entry, "token_acceptance_full_head": entry}}
+
+    monkeypatch.setattr(diagnose, "token_acceptance", scored)
+    monkeypatch.setattr(diagnose, "_stored_answers", lambda *_: diagnose.Passed(None, "there"))
+    candidates = [DraftConfig(name, "pretrained", id="x/y") for name in ("broken", "whole")]
+    report = Report()
+    diagnose._scores(report, stage.typed_config(cfg, diagnose.Config), candidates, stage.input_path(""))
+    assert [(finding.check, finding.result) for finding in report.findings[1:]] == [
+        ("token acceptance of broken", "failed"),
+        ("token acceptance of whole", "ok"),
+    ]
+    assert "all 50.0 %" in report.findings[2].detail and "weights were loaded" not in report.findings[2].detail

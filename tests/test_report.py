@@ -10,11 +10,17 @@ from html.parser import HTMLParser
 import pytest
 
 from pipeline import report, stage
-from pipeline.core.artifacts import write_json
+from pipeline.core.artifacts import read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import Check, judge
+from pipeline.core.roi import RoiConfig
 from pipeline.gate import GateConfig
 
+SHEET = {
+    "name": "legal service", "currency": "EUR", "price_per_hour_before": 4.0, "price_per_hour_after": 7.0, "batch": 8,
+    "requests_per_month": 1_440_000, "tokens_per_request": 500, "plain_tokens_per_second": 200,
+    "engineering_cost": 14_400, "extra_memory_cost_per_month": 0, "period_months": 12,
+}  # fmt: skip
 KEY = {"target": "builtin:tiny", "target_fingerprint": "ab12", "tokenizer": "cd34", "quantization": "none"}
 
 
@@ -70,7 +76,7 @@ def conditions(found):
         "by_draft_length": [
             {"draft_length": k, "expected_acceptance_rate": 0.7, "predicted_speedup": 1.2 + k / 10, **untimed} for k in (1, 2)
         ],
-        "by_batch": [{"batch": 4, "draft_length": 2, "predicted_speedup": 1.3, **row}, {"batch": 8, "draft_length": None, **untimed}],
+        "by_batch": [{"batch": 8, "draft_length": 3, "predicted_speedup": 2.4, **row, "speedup": entry(2.5, 0.1, 16)}, {"batch": 16, "draft_length": None, **untimed}],
         "by_temperature": [{"temperature": 0.7, "draft_length": 4, **row}],
         "versus_champion": None,
         "champion": None,
@@ -215,8 +221,8 @@ def write_artifacts(root, metrics=None, smallest_acceptance=0.45, receipt=None):
     )
 
 
-def config(enforce=False):
-    return report.Config(GateConfig("default", "legal-draft", enforce, []))
+def config(enforce=False, **sheet):
+    return report.Config(GateConfig("default", "legal-draft", enforce, []), RoiConfig(**{**SHEET, **sheet}))
 
 
 def page_of(root):
@@ -316,6 +322,38 @@ def _page_with(project, versus):
     write_artifacts(project, {**sample_metrics(), "versus_champion": versus, "champion": champion})
     report.run(config())
     return Text(page_of(project)).text
+
+
+def test_the_page_says_what_the_draft_saves(project):
+    write_artifacts(project)
+    report.run(config())
+    page = Text(page_of(project))
+    assert (
+        "At the load of the sheet 'legal service', 8 requests decoded together and 1,440,000 requests of 500 tokens a"
+        " month, the draft makes the service 2.50× (2.40–2.60×) as fast and saves 1,200 (1,083–1,308) EUR a month, 30.0 %"
+        " (27.1–32.7 %) of the cost; paid back after 12.0 months (11.0–13.3 months)."
+    ) in page.text
+    assert "stated over 12 months" in page.text
+    assert {"1.75×", "1,440,000", "7", "legal service"} <= set(page.cells)
+    document = read_json(project / "data/report/roi.json", "domain-draft/roi", 1)
+    assert document["figures"]["net_saving_share"]["value"] == pytest.approx(0.30)
+
+
+def test_a_draft_that_costs_more_than_it_saves_is_called_so(project):
+    write_artifacts(project)
+    report.run(config(price_per_hour_after=12.0))
+    page = Text(page_of(project))
+    assert "and costs 800 (615–1,000) EUR a month more than it saves; it pays above a speedup of 3.00×." in page.text
+    assert "never: the draft costs at least as much as it saves" in page.cells
+
+
+def test_savings_at_a_load_that_was_not_measured_are_not_made_up(project):
+    write_artifacts(project)
+    report.run(config(batch=32))
+    page = Text(page_of(project))
+    reason = "the speedup at batch 32 (roi.batch) was not measured; batches measured: 1, 8"
+    assert f"nothing can be said about savings: {reason}." in page.text
+    assert reason in page.cells and all(page.cells)
 
 
 def test_a_missing_number_shows_its_reason(project):

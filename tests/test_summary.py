@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 
 import pytest
-from test_report import sample_metrics, write_artifacts
+from test_report import SHEET, sample_metrics, write_artifacts
 
 from pipeline import stage, summary
 from pipeline.adapters import mlflow_registry, mlflow_store
+from pipeline.core.artifacts import write_json
+from pipeline.core.roi import RoiConfig, roi
 
 
 @pytest.fixture
@@ -16,6 +18,8 @@ def project(tmp_path, monkeypatch):
     monkeypatch.setattr(stage, "PROJECT_ROOT", tmp_path)
     (tmp_path / "data/report").mkdir(parents=True)
     (tmp_path / "data/report/index.html").write_text("<!doctype html>")
+    worth = roi(RoiConfig(**SHEET), sample_metrics())
+    write_json(tmp_path / "data/report/roi.json", "domain-draft/roi", 1, worth)
     return tmp_path
 
 
@@ -56,6 +60,7 @@ def test_a_registered_draft(project, store, capsys):
     assert rows["speedup (legal, k = 4)"][0] == "1.41× (1.35–1.47×)"
     assert rows["plain decoding"][0] == "ours 23.1 tokens/s, transformers 19.2 tokens/s"
     assert rows["lossless"][0] == "100.0 %, 8 decoded prompts compared"
+    assert rows["money (legal service, batch 8)"][0].startswith("saves 1,200 (1,083–1,308) EUR a month, 30.0 %")
     assert rows["gate 'default'"][0] == "passed, 3 of 5 checks met"
     assert rows["model"][0] == "registered as tiny-legal-draft version 3 (@candidate)"
     assert rows["report"][0] == f"{project}/data/report/index.html"
@@ -79,7 +84,8 @@ def test_a_failed_gate_says_why_and_asks_no_store(project, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["eval/metrics.json", "gate/verdict.json", "registry/receipt.json", "report/index.html"]
+    "name",
+    ["eval/metrics.json", "gate/verdict.json", "registry/receipt.json", "report/roi.json", "report/index.html"],
 )
 def test_a_missing_file_ends_with_one_line(project, store, capsys, name):
     write_artifacts(project)

@@ -30,11 +30,13 @@ from pipeline.core.report_page import (
     exact,
     found,
     measured,
+    money,
     predicted,
     quantity,
     registration,
     words,
 )
+from pipeline.core.roi import FIGURES
 
 TEMPLATE = "report.html.j2"
 PREDICTIONS = {
@@ -66,6 +68,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "cost_sentence": _cost_sentence(documents.metrics),
         "reference_sentence": _reference_sentence(documents.metrics["reference"]),
         **condition_sentences(documents.metrics),
+        "money_sentence": _money_sentence(documents.roi),
         "tables": _tables(documents, plots),
         "charts": _charts(documents.metrics, plots),
     }
@@ -79,6 +82,8 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
         "acceptance": _acceptance_table(metrics),
         "speed": _speed_table(metrics),
         "predictions": _prediction_table(metrics),
+        "money": _money_table(documents.roi),
+        "roi_sheet": _sheet_table(documents.roi["sheet"]),
         "verify_cost": _verify_cost_table(plots["verify_cost"]),
         "departures": _departure_table(metrics),
         "prompts": _prompt_table(prompts),
@@ -220,6 +225,30 @@ def _reference_sentence(reference: dict[str, float | None]) -> str:
         f"Plain decoding of the same prompts by two engines: {quantity(ours, 'tokens/s')} with our decoder,"
         f" {quantity(theirs, 'tokens/s')} with transformers' generate."
     )
+
+
+def _money_sentence(roi: dict[str, Any]) -> str:
+    sheet = roi["sheet"]
+    load = (
+        f"At the load of the sheet {sheet['name']!r}, {sheet['batch']} requests decoded together and"
+        f" {sheet['requests_per_month']:,.0f} requests of {sheet['tokens_per_request']:,.0f} tokens a month,"
+    )
+    if roi["speedup"]["value"] is None:
+        return f"{load} nothing can be said about savings: {roi['speedup']['reason']}."
+    return f"{load} the draft makes the service {measured(roi['speedup'], 'ratio')} as fast and {money(roi)}."
+
+
+def _money_table(roi: dict[str, Any]) -> Table:
+    rows = []
+    for name, figure in FIGURES.items():
+        entry = roi["figures"][name]
+        label = f"{figure.label}, {roi['sheet']['currency']}" if figure.unit == "money" else figure.label
+        rows.append([Cell(label), measure_cell(entry, figure.unit, entry["reason"] or ""), Cell(figure.meaning)])
+    return Table(["figure", "value, 95 % interval", "how it follows"], rows)
+
+
+def _sheet_table(sheet: dict[str, Any]) -> Table:
+    return _facts_table({name: value if isinstance(value, str) else f"{value:,.10g}" for name, value in sheet.items()})
 
 
 def _cost_sentence(metrics: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from pipeline.core.cost_model import Costs
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import packs
 from pipeline.core.models import quiet_transformers, resolve_dtype
@@ -54,15 +56,17 @@ def meta_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> Pre
     return model
 
 
-def active_parameters(model: PreTrainedModel, head_tokens: int | None = None) -> int:
-    """Weights that one token is multiplied with: no embedding that is only looked up, no experts that the router leaves
-    out, and of the output head only `head_tokens` rows if given."""
+def active_parameters(model: PreTrainedModel, head_tokens: int | None = None, tokens: int = 1) -> int:
+    """Weights that the `tokens` tokens of a pass are multiplied with: no embedding that is only looked up, of the output
+    head only `head_tokens` rows if given, and no experts that none of the tokens chooses, each being equally likely."""
     text = model.config.get_text_config()
     total = 0
     for name, parameter in model.named_parameters():
         size = parameter.numel()
         if ".experts." in name and parameter.dim() == 3:
-            size = size * getattr(text, "num_experts_per_tok", parameter.shape[0]) // parameter.shape[0]
+            experts = parameter.shape[0]
+            chosen = getattr(text, "num_experts_per_tok", experts)
+            size = round(size * (1 - (1 - chosen / experts) ** tokens))
         total += size
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     if embedding is not head:
@@ -81,9 +85,24 @@ def linear_parameters(model: PreTrainedModel) -> int:
 
 def weight_bytes(model: PreTrainedModel, dtype: torch.dtype, quantization: str = "none") -> int:
     """Bytes of the loaded weights."""
+    return _bytes(model.num_parameters(), model, dtype, quantization)
+
+
+def read_bytes(
+    model: PreTrainedModel,
+    dtype: torch.dtype,
+    quantization: str = "none",
+    head_tokens: int | None = None,
+    tokens: int = 1,
+) -> int:
+    """Bytes of weights that a pass over `tokens` tokens reads; `head_tokens`: rows of the output head, None for all."""
+    return _bytes(active_parameters(model, head_tokens, tokens), model, dtype, quantization)
+
+
+def _bytes(parameters: int, model: PreTrainedModel, dtype: torch.dtype, quantization: str) -> int:
+    """Bytes of `parameters` weights of `model`, its linear layers among them."""
     quantized = 0 if quantization == "none" else linear_parameters(model)
-    whole = model.num_parameters() - quantized
-    return whole * dtype.itemsize + round(quantized * QUANTIZED_BYTES.get(quantization, 0))
+    return (parameters - quantized) * dtype.itemsize + round(quantized * QUANTIZED_BYTES.get(quantization, 0))
 
 
 def packed_bytes(model: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> int:
@@ -165,6 +184,46 @@ class Pair:
             "cache": kv_cache_bytes(self.target.config, rows, positions, self.target_dtype),
             "logits": _logits_bytes(self.target, rows),
         }
+
+    def serving_memory(self, rows: int, positions: int) -> dict[str, int]:
+        """Bytes of weights and caches where `rows` requests of up to `positions` tokens are served together.
+
+        As an engine on an accelerator holds them: without the second copy that decoding on a CPU makes.
+        """
+        return {
+            "target weights": weight_bytes(self.target, self.target_dtype, self.quantization),
+            "target cache": kv_cache_bytes(self.target.config, rows, positions, self.target_dtype),
+            "draft weights": weight_bytes(self.draft, self.draft_dtype),
+            "draft cache": kv_cache_bytes(self.draft.config, rows, positions, self.draft_dtype),
+        }
+
+    def requests_that_fit(self, memory_bytes: float, positions: int) -> tuple[int, int]:
+        """Requests of `positions` tokens that `memory_bytes` can serve together: without the draft, and with it."""
+        needs = self.serving_memory(1, positions)
+        left = memory_bytes - needs["target weights"]
+        alone = left // needs["target cache"]
+        both = (left - needs["draft weights"]) // (needs["target cache"] + needs["draft cache"])
+        return max(0, int(alone)), max(0, int(both))
+
+    def costs_by_bytes(
+        self, rows: int, positions: int, lengths: Sequence[int], head_tokens: int, half_weights: bool
+    ) -> Costs:
+        """What passes cost where time goes with the bytes that they read, in bytes in place of seconds.
+
+        A pass reads its weights once, and the caches of `rows` requests of `positions` tokens. So a dense target checks
+        k + 1 tokens as fast as one, v(k) = 1, which holds as long as arithmetic keeps up with memory. The draft runs a
+        head of `head_tokens` rows, with `half_weights` on a CPU in half as many bytes.
+        """
+        needs = self.serving_memory(rows, positions)
+        draft = read_bytes(self.draft, self.draft_dtype, head_tokens=head_tokens, tokens=rows)
+        if half_weights and packs(self.draft_dtype, self.device):
+            draft /= 2
+        passes = {
+            k: read_bytes(self.target, self.target_dtype, self.quantization, tokens=rows * (k + 1))
+            for k in (0, *lengths)
+        }
+        cached = {k: weights + needs["target cache"] for k, weights in passes.items()}
+        return Costs(draft + needs["draft cache"], cached)
 
     def distill_memory(self, config: DistillConfig, positions: int) -> dict[str, int]:
         """Bytes while the draft is trained, in float32 with autocast to the device's own dtype, by what takes them.

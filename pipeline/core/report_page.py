@@ -33,13 +33,16 @@ UNITS = {
     "s": Unit(1000, 1, " ms"),
     "tokens": Unit(1, 0, ""),
     "MiB": Unit(1, 1, " MiB"),
+    "hours": Unit(1, 1, " h"),
+    "months": Unit(1, 1, " months"),
+    "money": Unit(1, 0, ""),
 }
 PLAIN_NUMBER = Unit(1, 3, "")
 
 
 @dataclass(frozen=True)
 class Documents:
-    """The artifacts of the earlier stages, as they were read."""
+    """The artifacts of the earlier stages, as they were read, and what they are worth in money."""
 
     prompts: dict[str, Any]
     draft: dict[str, Any]
@@ -47,6 +50,7 @@ class Documents:
     metrics: dict[str, Any]
     verdict: dict[str, Any]
     receipt: dict[str, Any]
+    roi: dict[str, Any]  # see `pipeline.core.roi.roi`
 
 
 def quantity(value: float, unit: str) -> str:
@@ -107,6 +111,27 @@ def registration(receipt: dict[str, Any]) -> str:
     if not receipt["registered"]:
         return f"not registered: {receipt['reason']}"
     return f"registered as {receipt['model_name']} version {receipt['version']} (@{receipt['alias']})"
+
+
+def money(roi: dict[str, Any]) -> str:
+    """What the draft saves or costs a month and when it has paid for itself, on one line."""
+    figures, currency = roi["figures"], roi["sheet"]["currency"]
+    saving, share = figures["net_saving"], figures["net_saving_share"]
+    if saving["value"] is None:
+        return f"no value: {saving['reason']}"
+    if saving["value"] <= 0:
+        enough = figures["break_even_speedup"]
+        above = f"above a speedup of {quantity(enough['value'], 'ratio')}" if enough["value"] else "at no speedup"
+        return f"costs {measured(_negated(saving), 'money')} {currency} a month more than it saves; it pays {above}"
+    return (
+        f"saves {measured(saving, 'money')} {currency} a month, {measured(share, 'share')} of the cost; paid back after"
+        f" {measured(figures['break_even_months'], 'months')}"
+    )
+
+
+def _negated(entry: dict[str, Any]) -> dict[str, Any]:
+    interval = entry["interval"] and [-end for end in reversed(entry["interval"])]
+    return {**entry, "value": -entry["value"], "interval": interval}
 
 
 def words(name: str) -> str:

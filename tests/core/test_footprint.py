@@ -117,6 +117,63 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
     assert seconds["evaluate"] == pytest.approx(2 * active * 1000 / 1e9)
 
 
+def test_a_pass_over_more_tokens_touches_more_experts():
+    options = {"num_experts": 8, "moe_intermediate_size": 16, "tie_word_embeddings": True}
+    model = footprint.meta_model(Qwen3MoeConfig(**SHAPE, **options, num_experts_per_tok=2))
+    one, three, many = (footprint.active_parameters(model, tokens=tokens) for tokens in (1, 3, 1000))
+    expert = 2 * 3 * 32 * 16  # in each of two layers: gate, up and down projection
+    assert three - one == pytest.approx((8 * (1 - 0.75**3) - 2) * expert, abs=4)
+    assert many == model.num_parameters()
+
+
+def test_what_the_draft_costs_where_it_is_served():
+    """Weights and caches by hand, and the requests that fit around them."""
+    target, draft = footprint.meta_model(UNTIED), footprint.meta_model(TIED)
+    pair = footprint.Pair(target, draft, CPU, torch.bfloat16, torch.float32, "8bit")
+    cache = 2 * 64 * 2 * (2 * 8)  # layers, positions, keys and values of two heads of 8
+    assert pair.serving_memory(3, 40) == {
+        "target weights": footprint.weight_bytes(target, torch.bfloat16, "8bit"),
+        "target cache": 3 * cache * 2,
+        "draft weights": 4 * draft.num_parameters(),
+        "draft cache": 3 * cache * 4,
+    }
+    needs = pair.serving_memory(1, 40)
+    memory = needs["target weights"] + 10 * needs["target cache"] + 5
+    assert pair.requests_that_fit(memory, 40) == (10, 0)
+    room = needs["draft weights"] // (needs["target cache"] + needs["draft cache"]) + 1
+    alone, both = pair.requests_that_fit(memory + 100 * room * needs["target cache"], 40)
+    left = memory + 100 * room * needs["target cache"] - needs["target weights"] - needs["draft weights"]
+    assert alone == 10 + 100 * room
+    assert both == left // (3 * needs["target cache"]), "a cache in float32 takes twice that of bfloat16"
+    assert pair.requests_that_fit(100, 40) == (0, 0)
+
+
+def test_costs_by_bytes_count_the_trimmed_head_and_the_caches():
+    target, draft = footprint.meta_model(UNTIED), footprint.meta_model(TIED)
+    pair = footprint.Pair(target, draft, CPU, torch.float32, torch.bfloat16, "none")
+    costs = pair.costs_by_bytes(4, 32, [1, 3], head_tokens=16, half_weights=False)
+    cache = 4 * 2 * 32 * 2 * (2 * 8)
+    embedding = 96 * 32
+    assert costs.target_pass_seconds == dict.fromkeys((0, 1, 3), 4 * (target.num_parameters() - embedding) + 4 * cache)
+    assert costs.draft_step_seconds == 2 * (draft.num_parameters() - 80 * 32) + 2 * cache
+    assert costs.verify_cost(3) == 1
+    halved = pair.costs_by_bytes(4, 32, [1], head_tokens=16, half_weights=True)
+    share = 0.5 if packs(torch.bfloat16, CPU) else 1.0
+    assert halved.draft_step_seconds == share * (costs.draft_step_seconds - 2 * cache) + 2 * cache
+    quantized = footprint.Pair(target, draft, CPU, torch.float32, torch.bfloat16, "8bit")
+    linear = footprint.linear_parameters(target)
+    reads = quantized.costs_by_bytes(4, 32, [1], 16, False).target_pass_seconds[0]
+    assert costs.target_pass_seconds[0] - reads == 3 * linear
+
+
+def test_checking_costs_a_mixture_of_experts_more_than_a_step():
+    options = {"num_experts": 8, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+    target = footprint.meta_model(Qwen3MoeConfig(**SHAPE, **options))
+    pair = footprint.Pair(target, footprint.meta_model(TIED), CPU, torch.float32, torch.float32, "none")
+    costs = pair.costs_by_bytes(1, 32, [1, 4], 16, False)
+    assert 1 < costs.verify_cost(1) < costs.verify_cost(4)
+
+
 def test_memory_of_training_counts_every_model_and_the_head_that_the_loss_sees():
     target, draft = footprint.meta_model(UNTIED), footprint.meta_model(TIED)
     pair = footprint.Pair(target, draft, CPU, torch.float32, torch.float32, "none")
