@@ -1,7 +1,8 @@
 # make repro   the pipeline: compose params, run what changed, print the result
+# make promote the registered candidate becomes the champion; ARGS="--list", "--rollback" or "--force 'REASON'"
 # make test    the tests
 # make smoke   the whole pipeline on a tiny model, in a copy of the project under .cache/smoke
-# ARGS="..."   Hydra overrides for repro and params, for example ARGS="experiment=qwen3_32b decode.draft_length=4"
+# ARGS="..."   Hydra overrides for repro, params and promote, for example ARGS="experiment=qwen3_32b decode.draft_length=4"
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,7 +11,7 @@ INSTALLED := $(VENV)/.installed
 BIN := $(abspath $(VENV))/bin
 RUN := PATH="$(BIN):$$PATH" DVC_NO_ANALYTICS=1
 
-.PHONY: install params repro test smoke
+.PHONY: install params repro promote test smoke
 .DELETE_ON_ERROR:
 
 install: $(INSTALLED)
@@ -29,6 +30,9 @@ repro: params
 	@echo "==> Running the pipeline: stages whose inputs did not change are skipped"
 	@$(RUN) dvc repro
 	@$(RUN) python -m pipeline.summary
+
+promote: $(INSTALLED)
+	@$(RUN) python -m pipeline.promote $(ARGS)
 
 test: $(INSTALLED)
 	@echo "==> Running the tests"

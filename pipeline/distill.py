@@ -99,13 +99,25 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         for row in history:  # those that a killed attempt did not come to send
             tracked.log_row(row)
         if processes.is_main_process:
-            with atomic_path(output_path("data/draft")) as folder:
-                save_draft(folder, draft, target, head, start, tried)
-                write_effective_config(folder, config)
+            _save(config, draft, target, head, start, tried)
             write_history(output_path("data/distill/history.csv"), history)
+            tracked.wrote({"draft_fingerprint": read_draft_facts(output_path("data/draft"))["fingerprint"]})
     if processes.is_main_process:
         shutil.rmtree(checkpoints)
     processes.wait_for_everyone()
+
+
+def _save(
+    config: Config,
+    draft: PreTrainedModel,
+    target: Target,
+    head: list[int],
+    start: DraftConfig,
+    tried: list[dict] | None,
+) -> None:
+    with atomic_path(output_path("data/draft")) as folder:
+        save_draft(folder, draft, target, head, start, tried)
+        write_effective_config(folder, config)
 
 
 def _facts_of_answers(settings: GenerateConfig, target: Target) -> dict:

@@ -95,7 +95,9 @@ def test_core_imports_nothing_heavy():
 
 
 def test_core_imports_no_adapter_and_adapters_no_stage():
-    stages = {ROOT / "pipeline" / f"{name}.py" for name in [*STAGES, "diagnose", "stage", "compose", "summary"]}
+    stages = {
+        ROOT / "pipeline" / f"{name}.py" for name in [*STAGES, "diagnose", "promote", "stage", "compose", "summary"]
+    }
     for path in (ROOT / "pipeline" / "core").glob("*.py"):
         assert all(found.parent.name == "core" for found in closure(path)), path
     for path in (ROOT / "pipeline" / "adapters").glob("*.py"):

@@ -35,11 +35,17 @@ def test_it_reaches_a_registered_draft(clone):
 
 
 def test_distillation_is_tracked(clone):
-    """R06: the run lies in the store that registration uses, with its curves, its configuration and what it took."""
+    """R06: the run lies in the tree that registration made, with its curves, its configuration and what it took."""
     receipt = read(clone, "data/registry/receipt.json")
     client = RunStore(receipt["tracking_uri"]).client
-    experiment = client.get_run(receipt["run_id"]).info.experiment_id
-    (run,) = [run for run in client.search_runs([experiment]) if run.data.tags.get("stage") == "distill"]
+    parent = client.get_run(receipt["run_id"])
+    tree = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
+    assert {run.info.run_name: run.info.status for run in [parent, *tree]} == dict.fromkeys(
+        ["tiny-legal-draft", "prepare", "generate", "distill", "evaluate", "gate", "register"], "FINISHED"
+    )
+    assert {"fingerprint.prompts", "fingerprint.answers", "dvc_lock", "git_commit"} <= set(parent.data.tags)
+    (run,) = [run for run in tree if run.info.run_name == "distill"]
+    assert run.data.tags["logged"] == "live"
     history = (clone / "data/distill/history.csv").read_text().splitlines()
     assert (run.info.status, run.info.run_name) == ("FINISHED", "distill")
     assert {"git_commit", "fingerprint"} <= set(run.data.tags)
@@ -138,6 +144,16 @@ def test_multirun_jobs_write_into_their_own_folders(clone):
     jobs = sorted((clone / "multirun").glob("*/*/*/data/prompts/train.parquet"))
     assert len(jobs) == 3 and len({job.read_bytes() for job in jobs}) == 3
     assert (clone / "data/prompts/train.parquet").read_bytes() == before
+
+
+def test_the_candidate_is_promoted(clone):
+    metrics = clone / "data/champion/metrics.json"
+    assert "is the champion" in checked([sys.executable, "-m", "pipeline.promote", "--force", "a test"], clone)
+    document, receipt = read(clone, "data/champion/metrics.json"), read(clone, "data/registry/receipt.json")
+    assert (document["model_name"], document["tracking_uri"]) == ("tiny-legal-draft", None)
+    assert (document["version"], document["fingerprint"]) == (receipt["version"], receipt["fingerprint"])
+    assert document["metrics"] == read(clone, "data/eval/metrics.json")
+    metrics.unlink()  # the tests after this one are of a project without a champion
 
 
 def test_a_failed_gate_registers_nothing_and_can_end_the_run(clone):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import socket
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from mlflow import MlflowClient
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -56,6 +58,34 @@ def write_verdict(root: Path, acceptance: float) -> None:
     write_json(root / "data/gate/verdict.json", "domain-draft/verdict", 1, facts)
 
 
+def acceptance(path: Path) -> float:
+    return json.loads(path.read_text())["candidates"]["distilled"]["legal"]["acceptance_rate"]["value"]
+
+
+def artifact(store: MlflowStore, run_id: str, name: str) -> Path:
+    return Path(store.client.download_artifacts(run_id, name))
+
+
+def children(store: MlflowStore, parent: str) -> dict:
+    """stage -> run of the tree under `parent`."""
+    experiment = store.client.get_run(parent).info.experiment_id
+    found = store.client.search_runs([experiment], f"tags.`mlflow.parentRunId` = '{parent}'")
+    return {run.data.tags["stage"]: run for run in found}
+
+
+def cut_after_first(original):
+    """`original` for one call; the next is interrupted."""
+    calls = []
+
+    def guarded(*args, **kwargs):
+        if calls:
+            raise KeyboardInterrupt
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    return guarded
+
+
 def config(model_name: str, uri: str | None = None) -> register.Config:
     return register.Config(register.RegistryConfig(uri, "domain-draft", 3.0, model_name, "candidate"))
 
@@ -82,6 +112,12 @@ def project(root, tmp_path, monkeypatch):
     summary = {"speedup": 1.5, "draft_length": 3, "dtype": "float32", "rate": None}
     write_json(root / "data/eval/summary.json", "domain-draft/summary", 1, summary)
     (root / "data/eval/config.yaml").write_text("decode:\n  draft_length: 3\n")
+    (root / "data/prompts").mkdir()
+    (root / "data/prompts/config.yaml").write_text("seed: 0\n")
+    (root / "data/prompts/train.parquet").write_text("prompts")
+    (root / "dvc.lock").write_text("stages: {}\n")
+    took = {"started_unix_seconds": 1000.0, "seconds": 60.0, "peak_memory_bytes": 1, "git_commit": None}
+    write_json(root / "data/provenance/evaluate.json", "domain-draft/provenance", 1, took)
     (root / "data/distill").mkdir()
     (root / "data/distill/history.csv").write_text("step,tokens,loss,dev_token_acceptance\n1,10,2.0,\n2,20,1.0,0.3\n")
     return root
@@ -107,31 +143,111 @@ def test_a_passed_draft_is_registered_once(project, store, tmp_path, capsys):
     write_verdict(project, acceptance=0.5)
     register.run(config("once"))
     assert receipt(project)["version"] == "2"
-    write_verdict(project, acceptance=0.6)  # the same weights with new evidence, for example at another draft length
-    register.run(config("once"))
-    assert receipt(project)["version"] == "3"
-    assert store.version_by_alias("once", "candidate") == "3"
+    assert store.version_by_alias("once", "candidate") == "2"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_run_holds_configs_metrics_curves_and_tags(project, store):
+def test_the_same_weights_measured_anew_are_the_same_version(project, store, tmp_path):
+    """The version carries the newer evidence; the older stays in its run."""
+    register.run(config("anew"))
+    older = receipt(project)
+    write_verdict(project, acceptance=0.6)  # for example at another draft length
+    register.run(config("anew"))
+    newer = receipt(project)
+    assert (older["version"], newer["version"]) == ("1", "1") and older["run_id"] != newer["run_id"]
+    tags = store.version_tags("anew", "1")
+    assert (tags["acceptance_rate"], tags["evidence_run"]) == ("0.6", newer["run_id"])
+    folder = store.download("anew", "1", "model", tmp_path)
+    assert acceptance(folder / "metrics.json") == 0.6
+    assert fingerprint_files([folder / "metrics.json", folder / "verdict.json"]) == tags["evidence"]
+    for found, value in ((older, 0.5), (newer, 0.6)):
+        assert acceptance(artifact(store, found["run_id"], "metrics.json")) == value
+        assert f"acceptance_rate (legal): {value}" in artifact(store, found["run_id"], "README.md").read_text()
+
+
+def test_a_known_version_carries_a_verdict_that_it_failed(project, store, capsys):
+    register.run(config("fallen"))
+    write_verdict(project, acceptance=0.3)
+    register.run(config("fallen"))
+    assert "fallen version 1 holds these weights and carries the new verdict" in capsys.readouterr().out
+    assert (receipt(project)["registered"], receipt(project)["version"]) == (False, None)
+    assert store.version_tags("fallen", "1")["verdict"] == "failed"
+
+
+def test_a_killed_update_of_the_evidence_is_done_anew(project, store, monkeypatch):
+    register.run(config("killed"))
+    first = store.version_tags("killed", "1")
+
+    write_verdict(project, acceptance=0.6)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MlflowClient, "set_model_version_tag", cut_after_first(MlflowClient.set_model_version_tag))
+        register.run(config("killed"))
+    write_verdict(project, acceptance=0.5)  # the first evidence again
+    register.run(config("killed"))
+    assert store.version_tags("killed", "1")["evidence"] == first["evidence"]
+
+
+def test_the_runs_hold_configs_metrics_curves_and_tags(project, store):
+    """R02: a text of 10,000 characters does no harm and is whole in a file."""
     register.run(config("logged"))
     run = store.client.get_run(receipt(project)["run_id"])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["draft.distill.learning_rate"] == "0.001"
-    assert run.data.params["eval.decode.draft_length"] == "3"
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "logged")
+    assert run.data.params["distill.distill.learning_rate"] == "0.001"
+    assert run.data.params["evaluate.decode.draft_length"] == "3"
     assert run.data.params["register.registry.model_name"] == "logged"
-    assert run.data.metrics["speedup"] == 1.5
-    assert run.data.metrics["distill/loss"] == 1.0
+    assert run.data.metrics == {"speedup": 1.5, "draft_length": 3.0}
     assert (run.data.tags["verdict"], run.data.tags["gate"]) == ("passed", "smoke")
     assert run.data.tags["compatibility.tokenizer"] == KEY["tokenizer"]
     assert (run.data.tags["target"], run.data.tags["target_revision"]) == ("builtin:tiny", "v1")
-    text = Path(store.client.download_artifacts(run.info.run_id, "config/draft.yaml")).read_text()
-    assert "x" * 10_000 in text
-    card = Path(store.client.download_artifacts(run.info.run_id, "draft/model/README.md")).read_text()
+    prompts = fingerprint_files([project / "data/prompts/train.parquet"])
+    assert (run.data.tags["fingerprint.prompts"], "fingerprint.answers" in run.data.tags) == (prompts, False)
+    assert run.data.tags["dvc_lock"] == fingerprint_files([project / "dvc.lock"])
+    assert artifact(store, run.info.run_id, "dvc.lock").read_text() == "stages: {}\n"
+    assert "x" * 10_000 in artifact(store, run.info.run_id, "config/distill.yaml").read_text()
+    card = artifact(store, run.info.run_id, "draft/model/README.md").read_text()
     assert "| speedup | 1.5 |" in card and "builtin:tiny" in card
     names = {item.path for item in store.client.list_artifacts(run.info.run_id, "draft/model")}
     assert {"draft/model/metrics.json", "draft/model/verdict.json", "draft/model/head_token_ids.json"} <= names
+    tags = store.version_tags("logged", "1")
+    assert (tags["acceptance_rate"], tags["speedup"], tags["draft_length"]) == ("0.5", "not measured", "3")
+    assert (tags["dtype"], tags["compatibility.target"]) == ("float32", KEY["target"])
+
+
+def test_one_tree_per_run_of_the_pipeline(project, store):
+    """Each stage is a child; the live run of distillation joins the first tree."""
+    live = {"stage": "distill", "logged": "live"}
+    weights = read_json(project / "data/draft/draft.json", "domain-draft/draft", 1)["fingerprint"]
+    with store.run("domain-draft", "distill", {**live, "draft_fingerprint": weights}) as live_run:
+        pass
+    register.run(config("tree"))
+    first = children(store, receipt(project)["run_id"])
+    register.run(config("tree"))
+    second = children(store, receipt(project)["run_id"])
+    for tree in (first, second):
+        assert set(tree) == {"prepare", "distill", "evaluate", "gate", "register"}  # data/answers has no config here
+        assert {run.info.status for run in tree.values()} == {"FINISHED"}
+        assert (tree["evaluate"].info.start_time, tree["evaluate"].info.end_time) == (1_000_000, 1_060_000)
+        assert tree["evaluate"].data.metrics["speedup"] == 1.5 and tree["gate"].data.tags["verdict"] == "passed"
+        assert tree["register"].data.params["registry.alias"] == "candidate"
+        texts = {
+            name: artifact(store, run.info.run_id, "config.yaml") for name, run in tree.items() if name != "distill"
+        }
+        assert "smoke" in texts["gate"].read_text() and "draft_length: 3" in texts["evaluate"].read_text()
+    assert first["distill"].info.run_id == live_run
+    assert second["distill"].data.tags["live_run"] == live_run
+    assert second["distill"].data.metrics["loss"] == 1.0
+
+
+def test_sigterm_ends_the_tree_as_killed(project, store, monkeypatch):
+    monkeypatch.setattr(MlflowStore, "register_version", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as error:
+        register.run(config("stopped"))
+    assert error.value.code == 128 + signal.SIGTERM
+    parent = store.newest_run("domain-draft", {"mlflow.runName": "stopped"})
+    assert parent.info.status == "KILLED"
+    statuses = {name: run.info.status for name, run in children(store, parent.info.run_id).items()}
+    assert statuses == {"prepare": "FINISHED", "evaluate": "FINISHED", "gate": "FINISHED", "register": "KILLED"}
+    assert not (project / "data/registry").exists()
 
 
 def test_a_failed_gate_registers_nothing(project, store, capsys):
@@ -171,10 +287,11 @@ def test_a_draft_of_another_target_is_refused(project):
 
 
 def test_an_error_while_logging_leaves_a_failed_run_and_no_receipt(project, store):
-    (project / "data/distill/history.csv").write_text("step,loss\n1,not a number\n")
+    (project / "data/distill/history.csv").write_text("step,tokens,loss\n1,10,not a number\n")
     with pytest.raises(ValueError, match="not a number"):
         register.run(config("broken"))
-    assert store.client.search_runs(["1"])[0].info.status == "FAILED"
+    parent = store.newest_run("domain-draft", {"mlflow.runName": "broken"})
+    assert parent.info.status == children(store, parent.info.run_id)["distill"].info.status == "FAILED"
     assert not (project / "data/registry").exists()
 
 
@@ -190,7 +307,9 @@ def test_an_unreachable_server_stops_before_anything_is_read(project, monkeypatc
     assert time.monotonic() - start < 15
 
 
-@pytest.mark.parametrize("change", [{"alias": "v1"}, {"alias": "latest"}, {"alias": "a b"}, {"model_name": "a/b"}])
+@pytest.mark.parametrize(
+    "change", [{"alias": "v1"}, {"alias": "latest"}, {"alias": "a b"}, {"alias": "champion"}, {"model_name": "a/b"}]
+)
 def test_names_that_the_registry_refuses_are_refused_when_they_are_read(change):
     values = {
         "tracking_uri": None,

@@ -1,24 +1,26 @@
-"""The MLflow store: how it is found and checked, and runs in it."""
+"""The MLflow store: how it is found and checked, and runs in it, which end as the work that they stand for does."""
 
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
+import functools
 import hashlib
 import http.client
 import logging
 import math
 import os
 import re
+import signal
 import socket
 import sqlite3
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read at import; its
 from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
 from pipeline.core.errors import PipelineError
 
@@ -109,22 +112,39 @@ class RunStore:
     def __post_init__(self) -> None:
         self.client = MlflowClient(tracking_uri=self.uri, registry_uri=self.uri)
 
-    @contextlib.contextmanager
-    def run(self, experiment_name: str, run_name: str, tags: dict[str, Any]) -> Iterator[str]:
-        """Yield the id of a new run. It ends as FINISHED, or as FAILED when the block raises."""
-        run_id = self.create_run(experiment_name, run_name, tags).info.run_id
-        try:
-            with errors_of(self.uri):
-                yield run_id
-        except BaseException:
-            self.end_run(run_id, "FAILED")
-            raise
-        self.end_run(run_id, "FINISHED")
+    def __str__(self) -> str:
+        """The URI without its password."""
+        return _without_password(self.uri)
 
-    def create_run(self, experiment_name: str, run_name: str, tags: dict[str, Any]) -> Run:
-        """A new run, as RUNNING."""
+    @contextlib.contextmanager
+    def run(
+        self, experiment_name: str, run_name: str, tags: dict[str, Any], past: tuple[float, float] | None = None
+    ) -> Iterator[str]:
+        """Yield the id of a new run that ends as the block does (see `ending`).
+
+        `past`: when the work that is logged now began and was finished, in Unix seconds.
+        """
+        began, finished = past or (None, None)
+        run_id = self.create_run(experiment_name, run_name, tags, began).info.run_id
+        with ending(functools.partial(self.end_run, run_id, finished=finished)), errors_of(self.uri):
+            yield run_id
+
+    def create_run(self, experiment_name: str, run_name: str, tags: dict[str, Any], began: float | None = None) -> Run:
+        """A new run, as RUNNING since `began` (Unix seconds, default now)."""
         with errors_of(self.uri):
-            return self.client.create_run(self._experiment_id(experiment_name), run_name=run_name, tags=tag_texts(tags))
+            experiment_id = self._experiment_id(experiment_name)
+            return self.client.create_run(experiment_id, _milliseconds(began), tag_texts(tags), run_name)
+
+    def newest_run(self, experiment_name: str, tags: dict[str, str]) -> Run | None:
+        """The run of an experiment that carries all `tags` and began last, or None."""
+        with errors_of(self.uri):
+            experiment = self.client.get_experiment_by_name(experiment_name)
+            if experiment is None:
+                return None
+            carried = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+            order = ["attributes.start_time DESC"]
+            found = self.client.search_runs([experiment.experiment_id], carried, max_results=1, order_by=order)
+            return found[0] if found else None
 
     def reopen_run(self, run_id: str) -> Run | None:
         """The run `run_id`, as RUNNING again, or None when the store does not know it or it was deleted."""
@@ -135,10 +155,10 @@ class RunStore:
                 return run
         return None
 
-    def end_run(self, run_id: str, status: str) -> None:
-        """End a run as FINISHED, FAILED or KILLED."""
+    def end_run(self, run_id: str, status: str, finished: float | None = None) -> None:
+        """End a run as FINISHED, FAILED or KILLED; `finished`: when it was, in Unix seconds, if it is FINISHED."""
         with errors_of(self.uri):
-            self.client.set_terminated(run_id, status)
+            self.client.set_terminated(run_id, status, _milliseconds(finished if status == "FINISHED" else None))
 
     def set_tags(self, run_id: str, tags: dict[str, Any]) -> None:
         """Set `tags`, in place of their old values where there are any."""
@@ -163,22 +183,6 @@ class RunStore:
         """Log single numbers at step 0."""
         now = int(time.time() * 1000)
         self.log_points(run_id, [(name, value, 0, now) for name, value in values.items()])
-
-    def log_curves(self, run_id: str, prefix: str, history: Path) -> None:
-        """Log each column of the CSV file `history` as the metric `<prefix>/<column>` over its column `step`.
-
-        Empty cells are left out.
-        """
-        with history.open(encoding="utf-8", newline="") as stream:
-            rows = list(csv.DictReader(stream))
-        now = int(time.time() * 1000)
-        points = [
-            (f"{prefix}/{column}", float(cell), int(row["step"]), now)
-            for row in rows
-            for column, cell in row.items()
-            if column != "step" and cell
-        ]
-        self.log_points(run_id, points)
 
     def log_points(self, run_id: str, points: Iterable[tuple[str, float, int, int]]) -> None:
         """Log points of metrics: name, value, step and Unix milliseconds. Values that are not finite are left out."""
@@ -232,6 +236,52 @@ class RunStore:
             return experiment.experiment_id  # another process was faster
 
 
+def child_of(run_id: str) -> dict[str, str]:
+    """The tag that makes a run a child of the run `run_id`."""
+    return {MLFLOW_PARENT_RUN_ID: run_id}
+
+
+def is_child(run: Run) -> bool:
+    return MLFLOW_PARENT_RUN_ID in run.data.tags
+
+
+class Terminated(SystemExit):
+    """SIGTERM came."""
+
+
+@contextlib.contextmanager
+def ending(end: Callable[[str], None]) -> Iterator[None]:
+    """Call `end` with how the block ended: FINISHED, KILLED by SIGTERM or an interrupt, or FAILED."""
+    with _sigterm_as_exception():
+        try:
+            yield
+        except (KeyboardInterrupt, Terminated):
+            end("KILLED")
+            raise
+        except BaseException:
+            end("FAILED")
+            raise
+        end("FINISHED")
+
+
+@contextlib.contextmanager
+def _sigterm_as_exception() -> Iterator[None]:
+    """Let SIGTERM raise in the block, so that it is left in order. Only a main thread can."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def terminate(number: int, _frame: Any) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        raise Terminated(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 @contextlib.contextmanager
 def _checked_sqlite(path: Path, timeout_seconds: float) -> Iterator[None]:
     """Check that `path` can be written, and run the block while no other process is in here.
@@ -267,6 +317,10 @@ def errors_of(uri: str, absent_is_none: bool = False) -> Iterator[None]:
             return
         line = (str(error).strip() or error.error_code).splitlines()[0]
         raise PipelineError(f"The MLflow store {_without_password(uri)} refused: {line}", STORE_REMEDY) from error
+
+
+def _milliseconds(seconds: float | None) -> int | None:
+    return None if seconds is None else int(1000 * seconds)
 
 
 def _without_password(uri: str) -> str:

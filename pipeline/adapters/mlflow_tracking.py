@@ -1,7 +1,8 @@
-"""One MLflow run per stage: its configuration, its curves while it works, what it took and how it ended.
+"""A stage's own MLflow run: its configuration, its curves while it works, what it took and how it ended.
 
 Tracking changes no result. Hence store and experiment are no DVC parameters of a tracked stage, and a store that fails
-once the work is under way costs warnings, not the work.
+once the work is under way costs warnings, not the work. What the stage wrote is named in a tag, by which the run finds its
+place in the tree of the pipeline's run later (`pipeline.adapters.mlflow_tree`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,7 @@ import logging
 import math
 import os
 import resource
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -51,6 +50,9 @@ class Untracked:
     def log_row(self, row: dict[str, float]) -> None:
         """Do nothing."""
 
+    def wrote(self, tags: dict[str, str]) -> None:
+        """Do nothing."""
+
 
 class StageRun:
     """An open run. Figures are sent in batches every few seconds, so that they can be watched at no cost to the stage."""
@@ -80,15 +82,13 @@ class StageRun:
         self.store.log_params_again(self.run_id, dataclasses.asdict(config), self.logged_params, prefix)
 
     def log_row(self, row: dict[str, float]) -> None:
-        """Log what was measured at optimiser step `row["step"]`, after `row["tokens"]` tokens.
+        """Log the `curve_points` of what was measured at one optimiser step.
 
-        Each other figure becomes two curves: over steps under its name, over tokens as `by_tokens/<name>`. A figure that
-        was logged before for the same step is left out, for a new attempt repeats what came after its checkpoint.
+        A figure that was logged before for the same step is left out, for a new attempt repeats what came after its
+        checkpoint.
         """
         step, tokens = row["step"], row["tokens"]
-        curves = [("tokens_seen", tokens, step)]
-        for name in row.keys() - {"step", "tokens"}:
-            curves += [(name, row[name], step), (f"by_tokens/{name}", row[name], tokens)]
+        curves = curve_points(row)
         now = int(time.time() * 1000)
         self.points += [(*point, now) for point in curves if (point[0], point[2]) not in self.known]
         self.known |= {(name, place) for name, _, place in curves}
@@ -97,6 +97,11 @@ class StageRun:
             self.progress = [*self.progress[:1], (time.monotonic(), tokens)]
         if time.monotonic() >= self.next_batch:
             self._send()
+
+    def wrote(self, tags: dict[str, str]) -> None:
+        """Name what the stage wrote."""
+        with _refusals_as_warnings():
+            self.store.set_tags(self.run_id, tags)
 
     def close(self, status: str) -> None:
         """Send what is left and end the run as FINISHED, FAILED or KILLED."""
@@ -138,25 +143,29 @@ def stage_run(
     if tracking is None or not main_process:
         yield Untracked()
         return
-    from pipeline.adapters.mlflow_store import RunStore, check_store, git_tags, resolve_tracking_uri
+    from pipeline.adapters.mlflow_store import RunStore, check_store, ending, git_tags, resolve_tracking_uri
 
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own would hold the stage up for minutes
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(math.ceil(tracking.timeout_seconds)))
     uri = resolve_tracking_uri(tracking.tracking_uri, root)
     check_store(uri, tracking.timeout_seconds)
     store = RunStore(uri)
-    with _sigterm_as_exception():
-        run = StageRun(store, _open(store, tracking.experiment_name, stage, cache / RUN_ID_FILE))
-        try:
-            run.describe({"stage": stage, "fingerprint": cache.name, **git_tags(root)}, config)
-            yield run
-        except (KeyboardInterrupt, _Terminated):
-            run.close("KILLED")
-            raise
-        except BaseException:
-            run.close("FAILED")
-            raise
-        run.close("FINISHED")
+    run = StageRun(store, _open(store, tracking.experiment_name, stage, cache / RUN_ID_FILE))
+    with ending(run.close):
+        run.describe({"stage": stage, "logged": "live", "fingerprint": cache.name, **git_tags(root)}, config)
+        yield run
+
+
+def curve_points(row: dict[str, float]) -> list[tuple[str, float, int]]:
+    """Points (name, value, step) of what was measured at optimiser step `row["step"]`, after `row["tokens"]` tokens.
+
+    Each other figure is a point of two curves: over steps under its name, over tokens as `by_tokens/<name>`.
+    """
+    step, tokens = int(row["step"]), int(row["tokens"])
+    points = [("tokens_seen", tokens, step)]
+    for name in row.keys() - {"step", "tokens"}:
+        points += [(name, row[name], step), (f"by_tokens/{name}", row[name], tokens)]
+    return points
 
 
 def _open(store: RunStore, experiment_name: str, stage: str, id_file: Path) -> Run:
@@ -167,28 +176,6 @@ def _open(store: RunStore, experiment_name: str, stage: str, id_file: Path) -> R
         with atomic_path(id_file) as temporary:
             temporary.write_text(run.info.run_id, encoding="utf-8")
     return run
-
-
-class _Terminated(SystemExit):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM raise in the block, so that it is left in order. Only a main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(number: int, _frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise _Terminated(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

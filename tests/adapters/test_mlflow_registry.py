@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from another_machine import load_elsewhere
 from fresh_store import fresh_store
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -21,34 +19,6 @@ from pipeline.core.artifacts import fingerprint_files
 from pipeline.core.errors import PipelineError
 
 CARD = "---\nlibrary_name: transformers\n---\n# A draft\n"
-
-LOAD = """
-import json, os, socket, sys
-connect = socket.socket.connect
-def guarded(self, address):
-    if isinstance(address, tuple) and address[0] not in ("127.0.0.1", "::1", "localhost"):
-        raise OSError(f"the network is off: {address}")
-    return connect(self, address)
-socket.socket.connect = guarded
-import mlflow, torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
-uri, name, ids, out = sys.argv[1], sys.argv[2], json.loads(sys.argv[3]), sys.argv[4]
-mlflow.set_tracking_uri(uri)
-results = {}
-for alias in ("fp32", "bf16"):
-    loaded = mlflow.transformers.load_model(f"models:/{name}@{alias}", return_type="components")
-    folder = mlflow.artifacts.download_artifacts(f"models:/{name}@{alias}") + "/model"
-    plain = AutoModelForCausalLM.from_pretrained(folder)
-    served = mlflow.pyfunc.load_model(f"models:/{name}@{alias}")
-    assert isinstance(served.predict(["w3 w4"])[0], str)
-    with torch.no_grad():
-        loads = (loaded["model"], plain, served.get_raw_model().model)
-        logits = [model(torch.tensor([ids])).logits for model in loads]
-    template = AutoTokenizer.from_pretrained(folder).chat_template
-    results[alias] = {"logits": logits, "words": loaded["tokenizer"].decode(ids), "template": template,
-                      "generation": plain.generation_config.max_new_tokens}
-torch.save(results, out)
-"""
 
 
 def build_draft(folder: Path, dtype: torch.dtype, seed: int = 0) -> None:
@@ -101,6 +71,7 @@ def store(tmp_path_factory):
 
 
 def test_versions_are_self_contained(store, tmp_path):
+    """R05"""
     ids = [5, 9, 33, 2]
     expected = {}
     for alias, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -117,7 +88,7 @@ def test_versions_are_self_contained(store, tmp_path):
         names = {path.name for path in files if path.parent.name == "model"}
         assert names >= {"draft.json", "head_token_ids.json", "metrics.json", "README.md", "generation_config.json"}
     shutil.rmtree(tmp_path / "work")
-    loaded = _load_in_a_new_process(store.uri, "self-contained", ids, tmp_path)
+    loaded = load_elsewhere(store.uri, "self-contained", ["fp32", "bf16"], ids, tmp_path)
     for alias, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
         for logits in loaded[alias]["logits"]:
             assert logits.dtype == dtype
@@ -131,16 +102,8 @@ def _artifact_folder(store: MlflowStore, run_id: str) -> Path:
     return Path(store.client.download_artifacts(run_id, "draft"))
 
 
-def _load_in_a_new_process(uri: str, name: str, ids: list[int], folder: Path) -> dict:
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "MLFLOW_DISABLE_TELEMETRY": "true"}
-    out = folder / "loaded.pt"
-    command = [sys.executable, "-c", LOAD, uri, name, json.dumps(ids), str(out)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return torch.load(out)
-
-
 def test_aliases_move_and_versions_are_found(store, tmp_path):
+    """R04: an alias is read both ways, and a search knows none."""
     versions = []
     for seed in (1, 2):
         draft = tmp_path / f"draft{seed}"
@@ -151,11 +114,38 @@ def test_aliases_move_and_versions_are_found(store, tmp_path):
     for version in ("1", "2", "1"):
         store.set_alias("moving", "candidate", version)
         assert store.version_by_alias("moving", "candidate") == version
+        assert store.aliases("moving") == {"candidate": version}
     fingerprint = json.loads((tmp_path / "draft2/draft.json").read_text())["fingerprint"]
     assert store.find_version("moving", {"fingerprint": fingerprint}) == "2"
     assert store.version_fingerprint("moving", "2") == fingerprint
     assert store.find_version("moving", {"fingerprint": "0" * 16}) is None
     assert store.find_version("no such model", {"fingerprint": fingerprint}) is None
     assert store.version_fingerprint("moving", "3") is None
+    assert [str(item.version) for item in store.versions("moving")] == ["2", "1"]
+    assert store.aliases("no such model") == store.model_tags("no such model") == {}
     with pytest.raises(PipelineError, match="refused"):
         store.set_alias("moving", "candidate", "9")
+
+
+def test_newer_evidence_takes_the_place_of_the_older(store, tmp_path, monkeypatch):
+    """A kill on the way leaves a version whose tag fits neither; the next call brings it up to date."""
+    draft, metrics = tmp_path / "draft", tmp_path / "metrics.json"
+    build_draft(draft, torch.float32)
+    version, _ = register(store, draft, "measured-anew")
+    metrics.write_text('{"newer": true}')
+    tags = {"evidence": fingerprint_files([metrics]), "speedup": "1.5"}
+    weights = (draft / "model.safetensors").read_bytes()
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(store.client, "log_artifacts", killed)
+        store.replace_evidence("measured-anew", version, [metrics], CARD, tags)
+    assert store.version_tags("measured-anew", version)["evidence"] == "being replaced"
+    store.replace_evidence("measured-anew", version, [metrics], "---\n---\n# Newer\n", tags)
+    assert tags.items() <= store.version_tags("measured-anew", version).items()
+    folder = store.download("measured-anew", version, "model", tmp_path)
+    assert json.loads((folder / "metrics.json").read_text()) == {"newer": True}
+    assert "# Newer" in (folder / "README.md").read_text()
+    assert (folder / "model.safetensors").read_bytes() == weights

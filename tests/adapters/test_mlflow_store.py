@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 
 import pytest
 from fresh_store import fresh_store
 
-from pipeline.adapters.mlflow_store import RunStore, check_store, resolve_tracking_uri
+from pipeline.adapters.mlflow_store import RunStore, check_store, child_of, resolve_tracking_uri
 from pipeline.core.errors import PipelineError
 
 
@@ -29,6 +30,7 @@ def test_uri_resolution(tmp_path, monkeypatch):
 
 
 def test_long_values_and_many_keys(store):
+    """R02"""
     many = {f"key{index}": index for index in range(300)}
     values = {"prepare": {"template": "é" * 10_000, "many": many, "nested": [{"a b(c)": 1}, []]}, "k" * 300: 1}
     with store.run("experiment", "limits", {"tag": "x" * 20_000}) as run_id:
@@ -45,19 +47,12 @@ def test_long_values_and_many_keys(store):
     assert len(params) == 304
 
 
-def test_curves_leave_empty_cells_out(store, tmp_path):
-    rows = ["step,tokens,loss,dev_token_acceptance", "0,10,2.5,", "1,20,,0.25"]
-    rows += [f"{step},{step},1.0," for step in range(2, 1500)]
-    history = tmp_path / "history.csv"
-    history.write_text("\n".join(rows) + "\n")
-    with store.run("experiment", "curves", {}) as run_id:
-        store.log_curves(run_id, "distill", history)
+def test_numbers_that_are_not_finite_and_odd_names(store):
+    with store.run("experiment", "numbers", {}) as run_id:
         store.log_metrics(run_id, {"speedup": 1.5, "odd@name": 2.0, "absent": float("nan")})
-    loss = store.client.get_metric_history(run_id, "distill/loss")
-    assert len(loss) == 1499
-    assert [point.step for point in loss[:2]] == [0, 2]
-    assert [point.value for point in store.client.get_metric_history(run_id, "distill/dev_token_acceptance")] == [0.25]
-    assert store.client.get_run(run_id).data.metrics["odd_name"] == 2.0
+        store.log_points(run_id, [("loss", 1.0, step, 0) for step in range(1500)])
+    assert store.client.get_run(run_id).data.metrics == {"speedup": 1.5, "odd_name": 2.0, "loss": 1.0}
+    assert len(store.client.get_metric_history(run_id, "loss")) == 1500
 
 
 def test_a_run_that_raises_is_failed(store):
@@ -66,7 +61,43 @@ def test_a_run_that_raises_is_failed(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
+def test_a_run_that_is_stopped_is_killed_with_its_parent(store):
+    """By SIGTERM, which Python would not turn into an exception, and by an interrupt."""
+    stops = {
+        SystemExit: lambda: signal.raise_signal(signal.SIGTERM),
+        KeyboardInterrupt: lambda: signal.raise_signal(signal.SIGINT),
+    }
+    before = signal.getsignal(signal.SIGTERM)
+    for kind, stop in stops.items():
+        with pytest.raises(kind), store.run("experiment", "parent", {}) as parent:
+            with store.run("experiment", "child", child_of(parent)) as child:
+                stop()
+        assert [store.client.get_run(run_id).info.status for run_id in (parent, child)] == ["KILLED"] * 2
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_work_that_was_done_before_it_is_logged(store):
+    with store.run("experiment", "past", {}, past=(1000.5, 1010.25)) as run_id:
+        pass
+    with pytest.raises(RuntimeError), store.run("experiment", "past", {}, past=(1000.5, 1010.25)) as failed:
+        raise RuntimeError
+    info = store.client.get_run(run_id).info
+    assert (info.start_time, info.end_time, info.status) == (1_000_500, 1_010_250, "FINISHED")
+    assert store.client.get_run(failed).info.end_time > 1_010_250
+
+
+def test_runs_are_found_by_their_tags(store):
+    assert store.newest_run("no such experiment", {"a": "1"}) is None
+    for index, began in enumerate((30.0, 10.0, 20.0)):
+        with store.run("found", "r", {"stage": "distill", "number": index}, past=(began, began + 1)):
+            pass
+    assert store.newest_run("found", {"stage": "distill"}).data.tags["number"] == "0"
+    assert store.newest_run("found", {"stage": "distill", "number": "1"}).data.tags["number"] == "1"
+    assert store.newest_run("found", {"stage": "other"}) is None
+
+
 def test_an_unreachable_server_fails_in_seconds():
+    """R06"""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

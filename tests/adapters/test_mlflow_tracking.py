@@ -120,9 +120,11 @@ def test_a_run_holds_config_curves_and_what_it_took(root, cache):
         time.sleep(0.05)
         run.log_row({"step": 4, "tokens": 200, "loss": 1.0, "learning_rate": 5e-4})
         assert found(root, run.run_id).info.status == "RUNNING"
+        run.wrote({"draft_fingerprint": "abcd"})
     done = found(root, run.run_id)
     assert (done.info.status, done.info.run_name) == ("FINISHED", "distill")
     assert (done.data.tags["stage"], done.data.tags["fingerprint"]) == ("distill", "0123456789abcdef")
+    assert (done.data.tags["draft_fingerprint"], done.data.tags["logged"]) == ("abcd", "live")
     assert (done.data.params["distill.learning_rate"], done.data.params["seed"]) == ("0.001", "0")
     assert "learning_rate: 0.001\n" in artifact(root, run.run_id, "config.yaml")
     assert curve(root, run.run_id, "loss") == [(2, 2.0), (4, 1.0)]
@@ -256,6 +258,7 @@ def test_only_the_main_process_tracks(tmp_path, cache, monkeypatch):
     for tracking, main_process in ((TRACKING, False), (None, True)):
         with stage_run(tracking, "distill", Config(Distill()), tmp_path, cache, main_process) as run:
             run.log_row({"step": 1, "tokens": 1, "loss": 1.0})
+            run.wrote({"draft_fingerprint": "abcd"})
         assert isinstance(run, Untracked)
     assert not cache.exists()
 
