@@ -36,6 +36,7 @@ from pipeline.adapters.drafts import (
     check_draft,
     check_frozen_embeddings,
     draft_architecture,
+    off_the_shelf,
 )
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.processes import LaunchConfig, check_command
@@ -130,7 +131,7 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("launch", lambda: Passed(check_command(config.launch.distill, root), config.launch.distill))
     report.check("registry", lambda: _registry(config.registry, root))
     if config.diagnose.score:
-        _scores(report, config, [config.draft], root)
+        _scores(report, config, [config.draft, *map(off_the_shelf, config.evaluate.siblings)], root)
     return report
 
 

@@ -18,7 +18,14 @@ from typing import Any
 import hydra
 
 from pipeline.adapters.answer_files import read_answers, read_facts
-from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft, read_draft_facts
+from pipeline.adapters.drafts import (
+    DraftConfig,
+    check_draft,
+    initial_draft,
+    load_draft,
+    off_the_shelf,
+    read_draft_facts,
+)
 from pipeline.adapters.registered_drafts import find_registered
 from pipeline.adapters.request_files import write_requests
 from pipeline.adapters.targets import Target, check_same_target
@@ -100,7 +107,7 @@ def contestants(config: Config, target: Target, made: dict[str, Any], domain: st
 
 
 def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
-    start = DraftConfig(name=sibling.name, init="pretrained", id=sibling.id, revision=sibling.revision)
+    start = off_the_shelf(sibling)
     shared = check_draft(start, target, input_path("")).shared_ids
     model = initial_draft(start, target, input_path(""))
     return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))

@@ -17,6 +17,7 @@ from pipeline.core.artifacts import fingerprint, read_json, write_json
 from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
 from pipeline.core.errors import PipelineError
+from pipeline.core.evaluation_settings import Sibling
 from pipeline.core.models import (
     DTYPES,
     ModelConfig,
@@ -109,6 +110,11 @@ class DraftConfig:
     def recorded(self, facts: dict[str, Any]) -> DraftConfig:
         """The start of the draft that `facts` (of its draft.json) are about, with what was chosen for it."""
         return replace(self, layer_choice=None, **facts["start"])
+
+
+def off_the_shelf(sibling: Sibling) -> DraftConfig:
+    """The start of a draft that stays as it comes."""
+    return DraftConfig(name=sibling.name, init="pretrained", id=sibling.id, revision=sibling.revision)
 
 
 def check_draft(config: DraftConfig, target: Target, project_root: Path) -> VocabularyMatch:

@@ -117,7 +117,9 @@ def speedup_at(metrics: dict[str, Any], batch: int) -> dict[str, Any]:
     found = {row["batch"]: row["speedup"] for row in rows}
     missing = f"the speedup at batch {batch} (roi.batch) was not measured"
     if batch not in found:
-        return no_data(f"{missing}; batches measured: {', '.join(str(n) for n in sorted(found) if found[n]['value'] is not None) or 'none'}")
+        return no_data(
+            f"{missing}; batches measured: {', '.join(str(n) for n in sorted(found) if found[n]['value'] is not None) or 'none'}"
+        )
     if found[batch]["value"] is None:
         return no_data(f"{missing}: {found[batch]['reason']}")
     return found[batch]
