@@ -1,0 +1,55 @@
+"""A page in a real browser, headless: what it lays out, what it fetches, which errors it reports."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--virtual-time-budget=10000", "--dump-dom",
+)  # fmt: skip
+HARNESS = """<!doctype html><meta charset="utf-8"><iframe id="frame" style="border:0;height:800px;width:{width}px"></iframe>
+<pre id="found"></pre>
+<script>
+const errors = [], frame = document.getElementById("frame"), page = {page};
+addEventListener("error", event => errors.push(String(event.message)));
+frame.addEventListener("load", () => {{
+  const view = frame.contentWindow, body = frame.contentDocument;
+  view.addEventListener("error", event => errors.push(String(event.message)));
+  const boxes = [...body.querySelectorAll("main > *")].map(item => item.getBoundingClientRect());
+  document.getElementById("found").textContent = JSON.stringify({{
+    width: body.documentElement.clientWidth, content: body.documentElement.scrollWidth,
+    sections: [...body.querySelectorAll("h1, h2")].map(item => item.textContent.trim()),
+    empty: boxes.filter(box => box.height === 0).length,
+    fetched: view.performance.getEntriesByType("resource").map(entry => entry.name),
+    scripts: body.scripts.length, background: view.getComputedStyle(body.body).backgroundColor, errors,
+  }});
+}});
+frame.srcdoc = page;
+</script>"""
+
+
+def looked_at(page: str, width: int, dark: bool = False) -> dict:
+    """What a browser finds in the HTML `page`, `width` pixels wide: width of view and content, headings, empty blocks, fetched
+    addresses, number of scripts, background colour, errors."""
+    browser = next(filter(None, map(shutil.which, NAMES)), None)
+    if browser is None:
+        pytest.fail("This test needs a browser: install Chromium (Debian: apt-get install chromium).")
+    flags = [*FLAGS, "--blink-settings=preferredColorScheme=0"] if dark else FLAGS
+    with tempfile.TemporaryDirectory() as folder:
+        text = json.dumps(page).replace("</", "<\\/")
+        harness = Path(folder, "harness.html")
+        harness.write_text(HARNESS.format(width=width, page=text), encoding="utf-8")
+        command = [browser, *flags, f"--user-data-dir={folder}/profile", harness.as_uri()]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+    return json.loads(html.unescape(found.group(1)))

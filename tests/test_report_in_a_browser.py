@@ -1,0 +1,39 @@
+"""The report in headless Chromium: complete, self-contained, without errors, and fitting a desk and a phone."""
+
+from __future__ import annotations
+
+import pytest
+from browser import looked_at
+from test_report import config, page_of, sample_metrics, write_artifacts
+
+from pipeline import report, stage
+
+SECTIONS = [
+    "Draft for tiny on legal", "Checks of the gate default", "Acceptance by domain", "Speed", "Latency", "Memory", "Money", "Cost model",
+    "Acceptance by position", "Lossless", "Training", "Data", "What the numbers mean", "Settings and machine",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory) -> str:
+    root = tmp_path_factory.mktemp("project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage, "PROJECT_ROOT", root)
+        write_artifacts(root, sample_metrics())
+        report.run(config())
+        return page_of(root)
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_page_is_whole_and_fits(page, width):
+    found = looked_at(page, width)
+    assert found["sections"] == SECTIONS and found["empty"] == 0
+    assert found["width"] == width and found["content"] <= width, (
+        "nothing is wider than the view: tables scroll on their own"
+    )
+    assert found["errors"] == [] and found["fetched"] == [] and found["scripts"] == 0
+
+
+def test_the_page_follows_the_colour_scheme(page):
+    light, dark = (looked_at(page, 800, dark)["background"] for dark in (False, True))
+    assert light != dark
