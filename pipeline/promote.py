@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from pipeline import stage
@@ -28,7 +27,7 @@ from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.promotion import CHAMPION, PREVIOUS, Recorded, comparisons, objections, other_conditions
 from pipeline.register import Config, RegistryConfig
-from pipeline.stage import input_path, output_path, typed_config
+from pipeline.stage import console, input_path, output_path, typed_config
 
 if TYPE_CHECKING:  # importing mlflow takes seconds
     from mlflow.entities.model_registry import ModelVersion
@@ -37,7 +36,6 @@ if TYPE_CHECKING:  # importing mlflow takes seconds
 
 CHAMPION_FILE = "data/champion/metrics.json"
 SCHEMA_NAME, SCHEMA_VERSION = "domain-draft/champion", 1
-COLUMNS_WITHOUT_TERMINAL = 160  # of the table in a file or a pipe
 
 
 def promote(config: RegistryConfig, force: str | None = None) -> None:
@@ -94,10 +92,7 @@ def show(config: RegistryConfig) -> None:
     name, store = config.model_name, _open(config)
     versions, aliases = store.versions(name), store.aliases(name)
     if versions:
-        console = Console()
-        if not console.is_terminal:
-            console.width = COLUMNS_WITHOUT_TERMINAL
-        console.print(_table(name, versions, aliases))
+        console().print(_table(name, versions, aliases))
     else:
         print(f"{name} has no versions in {store}")
     if CHAMPION in aliases:

@@ -20,12 +20,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
 
 from pipeline.core.artifacts import write_json
 from pipeline.core.errors import PipelineError
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 CONF_DIR = str(PROJECT_ROOT / "conf")
+COLUMNS_WITHOUT_TERMINAL = 160
 
 ConfigT = TypeVar("ConfigT")
 
@@ -75,6 +77,12 @@ def typed_config(cfg: DictConfig, schema: type[ConfigT]) -> ConfigT:
 def write_effective_config(directory: Path, config: Any) -> None:
     """Write the config that a stage ran with as `config.yaml` into its artifact."""
     (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+
+
+def console() -> Console:
+    """For tables: as wide as the terminal, and wide in a file or a pipe."""
+    terminal = Console(highlight=False, markup=False)
+    return terminal if terminal.is_terminal else Console(highlight=False, markup=False, width=COLUMNS_WITHOUT_TERMINAL)
 
 
 def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConfig) -> None:

@@ -12,6 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from pipeline.core.artifacts import read_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import verdict_lines
@@ -26,15 +31,15 @@ from pipeline.core.report_page import (
     registration,
     words,
 )
-from pipeline.stage import input_path
+from pipeline.stage import console, input_path
 
 STORE_TIMEOUT_SECONDS = 10.0
 
 
-def summary_lines() -> list[str]:
-    """The summary of the finished pipeline.
+def show(console: Console) -> None:
+    """Print the summary of the finished pipeline.
 
-    Raises `PipelineError` when a file is missing or the store lacks the registered version.
+    Raises `PipelineError`, before anything is printed, when a file is missing or the store lacks the registered version.
     """
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
     verdict = read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1)
@@ -45,38 +50,49 @@ def summary_lines() -> list[str]:
         raise PipelineError(f"{page} does not exist.", "run the stage that writes it: `dvc repro`.")
     _check_registered(receipt)
     missed = [item for item in verdict["checks"] if not item["passed"]]
+    console.print(f"Draft for {metrics['target']['name']} on {metrics['domain']}", style="bold")
+    console.print(_comparison(metrics))
     worth = [f"money ({roi['sheet']['name']}, batch {roi['sheet']['batch']})", money(roi)]
-    figures = [*_figures(metrics), worth, [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]
+    console.print(_facts([*_figures(metrics), worth, [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]))
+    for line in verdict_lines({**verdict, "checks": missed})[:-1]:
+        console.print(f"  {line}", soft_wrap=True)
     places = [["model", registration(receipt)], ["report", str(page)], ["runs", _browse(receipt["tracking_uri"])]]
-    lines = _aligned([*figures, *places])
-    remedies = [f"  {line}" for line in verdict_lines({**verdict, "checks": missed})[:-1]]
-    title = f"Draft for {metrics['target']['name']} on {metrics['domain']}"
-    return [title, "", *lines[: len(figures)], *remedies, *lines[len(figures) :]]
+    console.print(_facts(places))
+
+
+def _comparison(metrics: dict[str, Any]) -> Table:
+    """Token acceptance by domain, and the speedup on the target's, a column for each candidate."""
+    domain, k = metrics["domain"], metrics["settings"]["draft_length"]
+    names = candidates(metrics)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("token acceptance", *map(words, names)):
+        table.add_column(heading, no_wrap=True)
+    for row in domains(metrics):
+        table.add_row(row, *(measured(found(metrics, name, row, TOKEN_ACCEPTANCE), "share") for name in names))
+    speedups = (measured(found(metrics, name, domain, "speedup"), "ratio") for name in names)
+    table.add_row(f"speedup ({domain}, k = {k})", *speedups)
+    return table
 
 
 def _figures(metrics: dict[str, Any]) -> list[list[str]]:
-    """Rows of a label and its texts."""
-    domain, k = metrics["domain"], metrics["settings"]["draft_length"]
-    names = candidates(metrics)
-    acceptance = [
-        [f"  {row}", *(measured(found(metrics, name, row, TOKEN_ACCEPTANCE), "share") for name in names)]
-        for row in domains(metrics)
-    ]
-    reference = metrics["reference"]
+    reference, lossless = metrics["reference"], metrics["lossless"]
     engines = {"ours": "our_plain_tokens_per_second", "transformers": "transformers_plain_tokens_per_second"}
     speeds = [
         f"{engine} {'not measured' if reference[name] is None else quantity(reference[name], 'tokens/s')}"
         for engine, name in engines.items()
     ]
-    speedups = [measured(found(metrics, name, domain, "speedup"), "ratio") for name in names]
-    lossless = metrics["lossless"]
     return [
-        ["token acceptance", *map(words, names)],
-        *acceptance,
-        [f"speedup ({domain}, k = {k})", *speedups],
         ["plain decoding", ", ".join(speeds)],
         ["lossless", f"{measured(lossless, 'share')}, {lossless['count']} decoded prompts compared"],
     ]
+
+
+def _facts(rows: list[list[str]]) -> Table:
+    """A label and a text on each line."""
+    table = Table.grid(padding=(0, 2))
+    for label, text in rows:
+        table.add_row(label, Text(text, overflow="fold"))
+    return table
 
 
 def _outcome(verdict: dict[str, Any], missed: list[dict[str, Any]]) -> str:
@@ -89,18 +105,6 @@ def _browse(tracking_uri: str) -> str:
     if tracking_uri.startswith(("http://", "https://")):
         return tracking_uri
     return f"mlflow ui --backend-store-uri {shlex.quote(tracking_uri)}"
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    """Rows as lines: labels in one column, the texts of rows with several in columns."""
-    label_width = max(len(row[0]) for row in rows)
-    columns = zip(*(texts for _, *texts in rows if len(texts) > 1), strict=True)
-    widths = [max(map(len, column)) for column in columns] or [0]
-    lines = []
-    for label, *texts in rows:
-        padded = "  ".join(f"{text:<{width}}" for text, width in zip(texts, widths, strict=False))
-        lines.append(f"{label:<{label_width}}  {padded}".rstrip())
-    return lines
 
 
 def _check_registered(receipt: dict[str, Any]) -> None:
@@ -124,7 +128,7 @@ def _check_registered(receipt: dict[str, Any]) -> None:
 
 def main() -> None:
     try:
-        print("\n".join(summary_lines()))
+        show(console())
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1)
