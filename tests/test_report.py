@@ -74,7 +74,7 @@ def conditions(found):
         "by_task": {"distilled": {**both, "all": found["all"]}},
         "by_prompt_length": {"distilled": {"under 1k": found["all"], "all": found["all"]}},
         "by_draft_length": [
-            {"draft_length": k, "expected_acceptance_rate": 0.7, "predicted_speedup": 1.2 + k / 10, **untimed} for k in (1, 2)
+            {"draft_length": k, "expected_acceptance_rate": 0.7, "predicted_speedup": 1.2 + k / 10, **row} for k in (1, 2)
         ],
         "by_batch": [{"batch": 8, "draft_length": 3, "predicted_speedup": 2.4, **row, "speedup": entry(2.5, 0.1, 16)}, {"batch": 16, "draft_length": None, **untimed}],
         "by_temperature": [{"temperature": 0.7, "draft_length": 4, **row}],
