@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -107,6 +108,7 @@ def _open(config: RegistryConfig) -> MlflowStore:
     from pipeline.adapters.mlflow_registry import MlflowStore
     from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
 
+    os.environ.setdefault("MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false")  # two small files
     uri = resolve_tracking_uri(config.tracking_uri, stage.PROJECT_ROOT)
     check_store(uri, config.timeout_seconds)
     store = MlflowStore(uri)

@@ -98,6 +98,9 @@ def project(root, tmp_path, monkeypatch) -> Path:
     """The project without a champion's file; the working directory, which must stay empty, is elsewhere."""
     monkeypatch.setattr(stage, "PROJECT_ROOT", root)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv(
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR", "false"
+    )  # promote's own setting, here undone after the test
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -253,7 +256,7 @@ def test_a_file_that_is_missing_broken_or_old_is_written_anew(embedded, capsys):
     path.write_text(whole[:100])
     promote.show(embedded.config)
     assert "is not valid JSON" in capsys.readouterr().out and path.read_text() == whole
-    path.write_text(whole.replace("0.5", "0.55"))  # the same weights were measured anew since
+    path.write_text(whole.replace('"value": 0.5,', '"value": 0.55,'))  # the same weights were measured anew since
     promote.show(embedded.config)
     assert "brought up to date with version 1" in capsys.readouterr().out and path.read_text() == whole
 

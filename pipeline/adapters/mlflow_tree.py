@@ -6,7 +6,7 @@ the process that opened it. Only distillation, the one stage worth watching, has
 from what they wrote: their configuration, their figures, and start and duration from data/provenance/. Live runs of
 theirs would make each of them wait for the store, let an edit in here answer all prompts anew, and leave the stages that
 DVC skips out of the tree, whereas what these wrote belongs to it. The price: a stage other than distill and register that
-fails leaves no run.
+fails leaves no run, and neither does the report, which is drawn from the same files afterwards.
 
 A live run has one parent, the first tree that was completed with the draft that it made. Later trees of the same draft (the
 evaluation or the gate changed) log distillation from its files, and name the live run in a tag.
