@@ -124,6 +124,8 @@ def _champion(target: Target, fingerprint: str) -> Draft:
     facts = _champion_facts()
     if facts is None:
         raise PipelineError("no draft was promoted yet", "promote one: `make promote`.")
+    if facts["compatibility_key"] != target.compatibility_key:
+        raise PipelineError("the champion drafts for another target", "none needed.")
     if facts["fingerprint"] == fingerprint:
         raise PipelineError("the champion is this very draft", "none needed.")
     uri = f"models:/{facts['model_name']}/{facts['version']}"

@@ -9,7 +9,7 @@ Does:   compares each check with its metric and prints one line per check. A fai
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import List
+from typing import Any, List
 
 import hydra
 from omegaconf import DictConfig
@@ -38,14 +38,19 @@ def run(config: Config) -> None:
     Raises `PipelineError` when the metrics are missing or the gate has no checks.
     """
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
-    champion = input_path("data/champion/metrics.json")
-    present = read_json(champion, "domain-draft/champion", 1) if champion.exists() else None
-    verdict = judge(metrics, config.gate.checks, present)
+    verdict = judge(metrics, config.gate.checks, _champion(config.gate.model_name))
     facts = {"gate": config.gate.name, "model_name": config.gate.model_name, **verdict, "config": asdict(config)}
     write_json(output_path("data/gate/verdict.json"), "domain-draft/verdict", 1, facts)
     print(f"gate {config.gate.name!r}")
     for line in verdict_lines(verdict):
         print(line)
+
+
+def _champion(model_name: str) -> dict[str, Any] | None:
+    """What promotion wrote about the present champion; None where there is none of this model."""
+    path = input_path("data/champion/metrics.json")
+    champion = read_json(path, "domain-draft/champion", 1) if path.exists() else None
+    return champion if champion and champion["model_name"] == model_name else None
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

@@ -79,3 +79,17 @@ def test_the_shipped_gates_are_valid(name):
     assert shipped.name == name
     assert "lossless" in {check.metric for check in shipped.checks if check.severity == "fail"}
     assert {check.metric for check in shipped.checks} <= set(REMEDIES)
+
+
+def test_only_a_champion_of_this_model_is_compared_with(project):
+    metrics = read_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1)
+    metrics |= {"draft_fingerprint": "new", "champion": None, "versus_champion": None, "skipped": {}}
+    write_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
+    states = []
+    for name in ("another-draft", "tiny-legal-draft"):
+        champion = {"model_name": name, "version": "3", "fingerprint": "old"}
+        write_json(project / "data/champion/metrics.json", "domain-draft/champion", 1, champion)
+        gate.run(config(metric="token_acceptance_difference", threshold=-0.03))
+        verdict = read_json(project / "data/gate/verdict.json", "domain-draft/verdict", 1)
+        states.append((verdict["checks"][0]["state"], verdict["passed"]))
+    assert states == [("not applicable", True), ("no data", False)]

@@ -40,6 +40,7 @@ def promoted(project, **changes) -> None:
     version = project.store.version_by_alias(project.champion, "champion")
     fingerprint = project.store.version_fingerprint(project.champion, version)
     facts = {
+        "compatibility_key": project.target.compatibility_key,
         "model_name": project.champion,
         "version": version,
         "fingerprint": fingerprint,
@@ -68,6 +69,8 @@ def test_the_champion_takes_part_unless_it_is_this_draft_or_out_of_reach(project
     own = read_draft_facts(project.root / "data/draft")["fingerprint"]
     promoted(project, fingerprint=own)
     assert taking_part(project).skipped == {"champion": "the champion is this very draft"}
+    promoted(project, compatibility_key={**project.target.compatibility_key, "target": "another"})
+    assert taking_part(project).skipped == {"champion": "the champion drafts for another target"}
     promoted(project, version="99")
     assert "models:/" in taking_part(project).skipped["champion"]
     promoted(project, tracking_uri="http://127.0.0.1:9")
