@@ -28,9 +28,8 @@ def page(tmp_path_factory) -> str:
 def test_the_page_is_whole_and_fits(page, width):
     found = looked_at(page, width)
     assert found["sections"] == SECTIONS and found["empty"] == 0
-    assert found["width"] == width and found["content"] <= width, (
-        "nothing is wider than the view: tables scroll on their own"
-    )
+    assert width - 20 <= found["width"] <= width, "but for a scroll bar"
+    assert found["content"] <= found["width"], "nothing is wider than the view: tables scroll on their own"
     assert found["errors"] == [] and found["fetched"] == [] and found["scripts"] == 0
 
 

@@ -61,8 +61,10 @@ def test_a_run_that_raises_is_failed(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_a_run_that_is_stopped_is_killed_with_its_parent(store):
+def test_a_run_that_is_stopped_is_killed_with_its_parent(store, request):
     """By SIGTERM, which Python would not turn into an exception, and by an interrupt."""
+    interrupt = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, interrupt))
     stops = {
         SystemExit: lambda: signal.raise_signal(signal.SIGTERM),
         KeyboardInterrupt: lambda: signal.raise_signal(signal.SIGINT),
