@@ -230,8 +230,8 @@ def _reference_sentence(reference: dict[str, float | None]) -> str:
 def _money_sentence(roi: dict[str, Any]) -> str:
     sheet = roi["sheet"]
     load = (
-        f"At the load of the sheet {sheet['name']!r}, {sheet['batch']} requests decoded together and"
-        f" {sheet['requests_per_month']:,.0f} requests of {sheet['tokens_per_request']:,.0f} tokens a month,"
+        f"At the load of the sheet {sheet['name']!r} (batch {sheet['batch']}, {sheet['requests_per_month']:,.0f} requests"
+        f" of {sheet['tokens_per_request']:,.0f} tokens a month)"
     )
     if roi["speedup"]["value"] is None:
         return f"{load} nothing can be said about savings: {roi['speedup']['reason']}."

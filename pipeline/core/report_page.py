@@ -116,16 +116,17 @@ def registration(receipt: dict[str, Any]) -> str:
 def money(roi: dict[str, Any]) -> str:
     """What the draft saves or costs a month and when it has paid for itself, on one line."""
     figures, currency = roi["figures"], roi["sheet"]["currency"]
-    saving, share = figures["net_saving"], figures["net_saving_share"]
+    saving, share, months = (figures[name] for name in ("net_saving", "net_saving_share", "break_even_months"))
     if saving["value"] is None:
         return f"no value: {saving['reason']}"
     if saving["value"] <= 0:
         enough = figures["break_even_speedup"]
         above = f"above a speedup of {quantity(enough['value'], 'ratio')}" if enough["value"] else "at no speedup"
         return f"costs {measured(_negated(saving), 'money')} {currency} a month more than it saves; it pays {above}"
+    unsure = f", {months['reason']}" if months["reason"] else ""
     return (
         f"saves {measured(saving, 'money')} {currency} a month, {measured(share, 'share')} of the cost; paid back after"
-        f" {measured(figures['break_even_months'], 'months')}"
+        f" {measured(months, 'months')}{unsure}"
     )
 
 

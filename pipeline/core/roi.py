@@ -86,12 +86,12 @@ FIGURES = {
     "gpu_hours_before": Figure(
         "GPU hours per month without the draft", "hours", "requests x tokens per request / plain tokens per second"
     ),
-    "gpu_hours_after": Figure("GPU hours per month with the draft", "hours", "hours without it / speedup"),
-    "gpu_hours_saved": Figure("GPU hours saved per month", "hours", "hours without it - hours with it"),
-    "cost_before": Figure("cost per month without the draft", "money", "hours without it x price before"),
-    "cost_after": Figure("cost per month with the draft", "money", "hours with it x price after + extra memory"),
-    "net_saving": Figure("net saving per month", "money", "cost without it - cost with it"),
-    "net_saving_share": Figure("net saving as a share", "share", "net saving / cost without it"),
+    "gpu_hours_after": Figure("GPU hours per month with the draft", "hours", "hours without the draft / speedup"),
+    "gpu_hours_saved": Figure("GPU hours saved per month", "hours", "hours without the draft - hours with it"),
+    "cost_before": Figure("cost per month without the draft", "money", "hours without the draft x price before"),
+    "cost_after": Figure("cost per month with the draft", "money", "hours with the draft x price after + extra memory"),
+    "net_saving": Figure("net saving per month", "money", "cost without the draft - cost with it"),
+    "net_saving_share": Figure("net saving as a share", "share", "net saving / cost without the draft"),
     "break_even_speedup": Figure(
         "speedup above which it saves", "ratio", "price after / price before; more where memory costs extra"
     ),
@@ -159,5 +159,5 @@ def _carried(name: str, value: float | None, ends: list[float | None], count: in
     if value is None:
         return no_data(NO_FIGURE[name])
     if None in ends:
-        return measure(value, None, count, "never at the lower end of the speedup's interval")
+        return measure(value, None, count, "never at the lower end of the interval")
     return measure(value, (min(ends), max(ends)) if ends else None, count)
