@@ -131,7 +131,8 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("launch", lambda: Passed(check_command(config.launch.distill, root), config.launch.distill))
     report.check("registry", lambda: _registry(config.registry, root))
     if config.diagnose.score:
-        _scores(report, config, [config.draft, *map(off_the_shelf, config.evaluate.siblings)], root)
+        siblings = [off_the_shelf(s.name, s.id, s.revision) for s in config.evaluate.siblings]
+        _scores(report, config, [config.draft, *siblings], root)
     return report
 
 

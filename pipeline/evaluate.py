@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import hydra
+import torch
 
 from pipeline.adapters.answer_files import read_answers, read_facts
 from pipeline.adapters.drafts import (
@@ -60,18 +61,18 @@ class Config:
 
 def run(config: Config) -> None:
     target = Target(config.target, input_path(""))
+    champion = _champion_facts()
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
     made = read_draft_facts(input_path("data/draft"))
-    models = contestants(config, target, made, facts["target_domain"])
+    models = contestants(config, target, made, facts["target_domain"], champion)
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
-    champion = _champion_facts()
     metrics = {
         "target": {"name": config.target.name, "id": config.target.id, "revision": config.target.revision},
         "compatibility_key": target.compatibility_key,
         "draft_fingerprint": made["fingerprint"],
-        "champion": champion and {name: champion[name] for name in ("model_name", "version", "fingerprint")},
+        "champion": champion and _identity(champion, target, made),
         **outcome.metrics,
     }
     with atomic_path(output_path("data/eval")) as folder:
@@ -82,8 +83,11 @@ def run(config: Config) -> None:
         write_effective_config(folder, config)
 
 
-def contestants(config: Config, target: Target, made: dict[str, Any], domain: str) -> Contestants:
-    """Everything that takes part, in the order of the tables; `made` are the facts of data/draft."""
+def contestants(
+    config: Config, target: Target, made: dict[str, Any], domain: str, champion: dict[str, Any] | None
+) -> Contestants:
+    """Everything that takes part, in the order of the tables; `made` are the facts of data/draft, `champion` what promotion
+    wrote about the present one."""
     root = input_path("")
     start = config.draft.recorded(made)
     check_draft(start, target, root)
@@ -96,10 +100,12 @@ def contestants(config: Config, target: Target, made: dict[str, Any], domain: st
             drafts[sibling.name] = _sibling(sibling, target, made["dtype"])
         except PipelineError as error:
             skipped[sibling.name] = error.reason
+        except torch.OutOfMemoryError:
+            skipped[sibling.name] = f"{sibling.id} does not fit into memory beside the target"
     drafts[UNDISTILLED] = Draft(undistilled, head)
     drafts[DISTILLED] = Draft(distilled, head)
     try:
-        drafts[CHAMPION] = _champion(target, made["fingerprint"])
+        drafts[CHAMPION] = _champion(champion, target, made)
     except PipelineError as error:
         skipped[CHAMPION] = error.reason
     vocabulary = range(target.vocabulary_size)
@@ -107,7 +113,7 @@ def contestants(config: Config, target: Target, made: dict[str, Any], domain: st
 
 
 def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
-    start = off_the_shelf(sibling)
+    start = off_the_shelf(sibling.name, sibling.id, sibling.revision)
     shared = check_draft(start, target, input_path("")).shared_ids
     model = initial_draft(start, target, input_path(""))
     return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))
@@ -119,18 +125,28 @@ def _champion_facts() -> dict[str, Any] | None:
     return read_json(path, "domain-draft/champion", 1) if path.exists() else None
 
 
-def _champion(target: Target, fingerprint: str) -> Draft:
-    """The champion's draft from the registry; `PipelineError` where there is none to compare the draft `fingerprint` with."""
-    facts = _champion_facts()
-    if facts is None:
-        raise PipelineError("no draft was promoted yet", "promote one: `make promote`.")
-    if facts["compatibility_key"] != target.compatibility_key:
-        raise PipelineError("the champion drafts for another target", "none needed.")
-    if facts["fingerprint"] == fingerprint:
-        raise PipelineError("the champion is this very draft", "none needed.")
-    uri = f"models:/{facts['model_name']}/{facts['version']}"
+def _identity(champion: dict[str, Any], target: Target, made: dict[str, Any]) -> dict[str, Any]:
+    """Which champion this evaluation knew, and whether it is another draft for the same target, to be compared with."""
+    facts = {name: champion[name] for name in ("model_name", "version", "fingerprint")}
+    return {**facts, "comparable": _incomparable(champion, target, made) is None}
+
+
+def _incomparable(champion: dict[str, Any] | None, target: Target, made: dict[str, Any]) -> str | None:
+    """Why there is no champion to compare the draft of facts `made` with, if so."""
+    if champion is None:
+        return "no draft was promoted yet"
+    if champion["compatibility_key"] != target.compatibility_key:
+        return "the champion drafts for another target"
+    return "the champion is this very draft" if champion["fingerprint"] == made["fingerprint"] else None
+
+
+def _champion(champion: dict[str, Any] | None, target: Target, made: dict[str, Any]) -> Draft:
+    """The champion's draft from the registry; `PipelineError` where it is not to be compared with, or not to be had."""
+    if reason := _incomparable(champion, target, made):
+        raise PipelineError(reason, "none needed.")
+    uri = f"models:/{champion['model_name']}/{champion['version']}"
     root = input_path("")
-    folder = find_registered(uri, facts["tracking_uri"], STORE_TIMEOUT_SECONDS, root).folder(root)
+    folder = find_registered(uri, champion["tracking_uri"], STORE_TIMEOUT_SECONDS, root).folder(root)
     return Draft(*load_draft(folder, target))
 
 

@@ -187,13 +187,13 @@ def _read_champion(path: Path) -> dict[str, Any] | None:
 def _write_champion(config: RegistryConfig, champion: Recorded, found: dict[str, Any] | None = None) -> str | None:
     """Write data/champion/metrics.json unless `found`, its present content, says the same; returns what was mended."""
     facts = _facts(config, champion)
-    if found is not None and {name: found.get(name) for name in facts} == facts:
-        return None
+    if found is not None and all(found.get(name) == facts[name] for name in facts if name != "metrics"):
+        return None  # its figures at promotion stay: stages that depend on the file need not run again
     write_json(output_path(CHAMPION_FILE), SCHEMA_NAME, SCHEMA_VERSION, facts)
     if found is None:
         return f"was missing: written, the champion is version {champion.version}"
     if (found["version"], found["fingerprint"]) == (champion.version, champion.fingerprint):
-        return f"brought up to date with version {champion.version}"
+        return f"written anew for version {champion.version}"
     return f"named version {found['version']}, the registry's champion is version {champion.version}: written anew"
 
 

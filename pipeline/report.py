@@ -19,7 +19,7 @@ import hydra
 from pipeline.adapters.report_page import render
 from pipeline.core.artifacts import atomic_path, read_json, write_json
 from pipeline.core.errors import PipelineError
-from pipeline.core.report_page import Documents, plot_tables
+from pipeline.core.report_page import Documents, candidates, plot_tables
 from pipeline.core.roi import RoiConfig, roi
 from pipeline.gate import GateConfig
 from pipeline.stage import execute, input_path, output_path
@@ -27,7 +27,6 @@ from pipeline.stage import execute, input_path, output_path
 PLOT_COLUMNS = {
     "history": ("step", "tokens", "loss", "dev_token_acceptance"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
-    "acceptance_by_position": ("position", "prompt_lookup", "undistilled", "distilled"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
     "verify_cost": ("tokens", "seconds", "ratio"),
 }
@@ -48,7 +47,8 @@ def run(config: Config) -> None:
     plots = plot_tables(documents)
     with atomic_path(output_path("data/report")) as folder:
         (folder / "plots").mkdir(parents=True)
-        for name, columns in PLOT_COLUMNS.items():
+        by_position = {"acceptance_by_position": ("position", *candidates(documents.metrics))}
+        for name, columns in (PLOT_COLUMNS | by_position).items():
             _write_rows(folder / "plots" / f"{name}.csv", columns, plots[name])
         write_json(folder / "roi.json", "domain-draft/roi", 1, documents.roi)
         (folder / "index.html").write_text(render(documents, plots), encoding="utf-8")

@@ -51,6 +51,7 @@ def served(rate, speedup, positions):
         "ttft_seconds": entry(0.081, 0.004),
         "ttft_ratio": entry(1.12, 0.05),
         "latency_seconds": entry(1.93, 0.05),
+        **{f"plain_{name}": flat(value) for name, value in (("ttft_seconds", 0.07), ("latency_seconds", 2.7))},
         "target_passes_saved": entry(0.41, 0.03),
         **{f"itl_p{percent}_seconds": flat(0.0012 * percent) for percent in (50, 95, 99)},
         "itl_jitter_seconds": flat(0.031),
@@ -314,12 +315,17 @@ def test_the_champion_is_compared_where_there_is_one(project):
     }
     text = _page_with(project, {"legal": versus, "all": versus})
     assert "Against the champion" in text and "Version 7 of tiny-legal-draft" in text
-    assert "3.1 % (" not in text and "3.1 %" in text and "1.08×" in text
+    assert "3.1 % (" not in text and "3.1 %" in text and "1.08×" in text and "small sibling" in text
+    header = (project / "data/report/plots/acceptance_by_position.csv").read_text().splitlines()[0]
+    assert header == "position,distilled,champion,small sibling,undistilled,prompt_lookup"
 
 
 def _page_with(project, versus):
-    champion = {"model_name": "tiny-legal-draft", "version": "7", "fingerprint": "eeee"}
-    write_artifacts(project, {**sample_metrics(), "versus_champion": versus, "champion": champion})
+    champion = {"model_name": "tiny-legal-draft", "version": "7", "fingerprint": "eeee", "comparable": True}
+    metrics = {**sample_metrics(), "versus_champion": versus, "champion": champion}
+    others = {"small sibling": metrics["candidates"]["undistilled"], "champion": metrics["candidates"]["distilled"]}
+    metrics["candidates"] |= others if versus else {}
+    write_artifacts(project, metrics)
     report.run(config())
     return Text(page_of(project)).text
 

@@ -17,7 +17,6 @@ from pipeline.core.artifacts import fingerprint, read_json, write_json
 from pipeline.core.batches import check_plain_head
 from pipeline.core.cache import layer_types
 from pipeline.core.errors import PipelineError
-from pipeline.core.evaluation_settings import Sibling
 from pipeline.core.models import (
     DTYPES,
     ModelConfig,
@@ -112,9 +111,9 @@ class DraftConfig:
         return replace(self, layer_choice=None, **facts["start"])
 
 
-def off_the_shelf(sibling: Sibling) -> DraftConfig:
+def off_the_shelf(name: str, id: str, revision: str | None) -> DraftConfig:
     """The start of a draft that stays as it comes."""
-    return DraftConfig(name=sibling.name, init="pretrained", id=sibling.id, revision=sibling.revision)
+    return DraftConfig(name=name, init="pretrained", id=id, revision=revision)
 
 
 def check_draft(config: DraftConfig, target: Target, project_root: Path) -> VocabularyMatch:

@@ -8,7 +8,7 @@ from typing import Any
 from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell
 from pipeline.core.gating import CANDIDATE
 from pipeline.core.metrics import METRICS, no_data
-from pipeline.core.report_page import domains, found, words
+from pipeline.core.report_page import domains, found, quantity, words
 
 SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
 LATENCY = (
@@ -72,7 +72,11 @@ def _latency_table(metrics: dict[str, Any]) -> Table:
     rows = []
     for name in LATENCY:
         metric = METRICS[name]
-        cells = [measure_cell(found(metrics, CANDIDATE, domain, name), metric.unit) for domain in domains(metrics)]
+        cells = []
+        for domain in domains(metrics):
+            plain = found(metrics, CANDIDATE, domain, f"plain_{name}")["value"]
+            before = "" if plain is None else f"plain {quantity(plain, metric.unit)}"
+            cells.append(measure_cell(found(metrics, CANDIDATE, domain, name), metric.unit, before))
         rows.append([Cell(words(name.removesuffix("_seconds"))), *cells, Cell(metric.meaning)])
     return Table(["", *domains(metrics), "meaning"], rows)
 
@@ -119,9 +123,11 @@ def _memory_table(memory: dict[str, Any]) -> Table:
     rows = [
         [Cell(words(name)), number_cell(value / (1 << 20), "MiB")]
         for name, value in memory.items()
-        if name.endswith("_bytes")
+        if name.endswith(("weight_bytes", "cache_bytes"))
     ]
     rows.append([Cell("draft share of models and caches"), number_cell(memory["draft_share"], "share")])
+    peak = METRICS["peak_bytes"].meaning
+    rows.append([Cell(peak), number_cell(memory["peak_bytes"] / (1 << 20), "MiB")])
     efficiency = METRICS["memory_efficiency"]
     rows.append([Cell(efficiency.meaning), measure_cell(memory["memory_efficiency"], efficiency.unit)])
     return Table([f"one request of {memory['cache_positions']} tokens", ""], rows)

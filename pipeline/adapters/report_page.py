@@ -369,6 +369,8 @@ def _settings_table(documents: Documents) -> Table:
             "draft_fingerprint": draft["fingerprint"],
             "draft_dtype": draft["dtype"],
             **metrics["compatibility_key"],
+            "mlflow_run": documents.receipt["run_id"],
+            "mlflow_store": documents.receipt["tracking_uri"],
         }
     )
 

@@ -9,17 +9,46 @@ import pyarrow.parquet as pq
 
 from pipeline.core.evaluation import Request
 
-_REQUEST_FIELDS = (
-    "candidate", "prompt_id", "domain", "task", "cluster", "prompt_tokens", "seconds", "plain_seconds", "ttft_seconds",
-    "plain_ttft_seconds",    "first_departure",
-)  # fmt: skip
+REQUESTS = pa.schema(
+    [
+        ("candidate", pa.string()),
+        ("prompt_id", pa.string()),
+        ("domain", pa.string()),
+        ("task", pa.string()),
+        ("cluster", pa.string()),
+        ("prompt_tokens", pa.int64()),
+        ("tokens_generated", pa.int64()),
+        ("seconds", pa.float64()),
+        ("ttft_seconds", pa.float64()),
+        ("tokens_drafted", pa.int64()),
+        ("tokens_accepted", pa.int64()),
+        ("plain_seconds", pa.float64()),  # from here on what only an evaluation knows
+        ("plain_ttft_seconds", pa.float64()),
+        ("first_departure", pa.int64()),
+    ],
+    metadata={"schema": "domain-draft/requests", "schema_version": "1"},
+)
+ROUNDS = pa.schema(
+    [
+        ("candidate", pa.string()),
+        ("prompt_id", pa.string()),
+        ("domain", pa.string()),
+        ("round", pa.int64()),
+        ("drafted", pa.int64()),
+        ("accepted", pa.int64()),
+        ("emitted", pa.int64()),
+    ],
+    metadata={"schema": "domain-draft/rounds", "schema_version": "1"},
+)
+COUNTED = ("tokens_generated", "tokens_drafted", "tokens_accepted")
 
 
 def write_requests(folder: Path, requests: list[Request]) -> None:
-    """Write `requests.parquet` (tokens generated, seconds, tokens drafted and accepted) and `rounds.parquet`."""
+    """Write `requests.parquet` (what a service should log of each request, and the plain run beside it) and `rounds.parquet`."""
+    given = [name for name in REQUESTS.names if name not in COUNTED]
     rows = [
         {
-            **{name: getattr(request, name) for name in _REQUEST_FIELDS},
+            **{name: getattr(request, name) for name in given},
             "tokens_generated": len(request.token_ids),
             "tokens_drafted": sum(request.drafted),
             "tokens_accepted": sum(request.accepted),
@@ -41,5 +70,5 @@ def write_requests(folder: Path, requests: list[Request]) -> None:
             zip(request.drafted, request.accepted, request.emitted, strict=True)
         )
     ]
-    pq.write_table(pa.Table.from_pylist(rows), folder / "requests.parquet")
-    pq.write_table(pa.Table.from_pylist(rounds), folder / "rounds.parquet")
+    pq.write_table(pa.Table.from_pylist(rows, REQUESTS), folder / "requests.parquet")
+    pq.write_table(pa.Table.from_pylist(rounds, ROUNDS), folder / "rounds.parquet")

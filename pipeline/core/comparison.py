@@ -40,6 +40,7 @@ from pipeline.core.evaluation_settings import (
     DISTILLED,
     LOOKUP,
     PLAIN,
+    UNDISTILLED,
     Contestants,
     DecodeSettings,
     EvaluateConfig,
@@ -79,7 +80,7 @@ def evaluate(
     """
     sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
     lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
-    _check_lengths(models, [*dev, *golden], max(lengths), config)
+    models = _fitting(models, [*dev, *golden], max(lengths), config)
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=decoding_view(models.target))
     costs = _costs(packed, dev, lengths)
@@ -95,7 +96,9 @@ def evaluate(
     settings = dataclasses.replace(settings, draft_length=chosen)
     timed, roster = _roster(models, golden, config)
     engine = _engine(packed, settings, config)
-    requests, plain = time_candidates(engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden")
+    requests, plain = time_candidates(
+        engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
+    )
     candidates = _candidates(requests, agreements, chosen, config, lambda row: row.domain)
     for metrics in candidates[DISTILLED].values():
         metrics["predicted_speedup"] = _predictions(metrics, chosen, costs)
@@ -146,8 +149,9 @@ def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_m
     return costs
 
 
-def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int, config: EvaluateConfig) -> None:
-    """Refuse, before anything is measured, lengths that cannot be decoded."""
+def _fitting(models: Contestants, answers: list[Answer], draft_length: int, config: EvaluateConfig) -> Contestants:
+    """Refuse, before anything is measured, lengths that cannot be decoded; siblings and a champion with too short a context
+    are skipped."""
     if draft_length > config.max_new_tokens:
         raise PipelineError(
             f"A draft length of {draft_length} exceeds the {config.max_new_tokens} tokens decoded per prompt.",
@@ -155,14 +159,19 @@ def _check_lengths(models: Contestants, answers: list[Answer], draft_length: int
         )
     prompt = max(len(answer.prompt_ids) for answer in answers)
     new = max(config.max_new_tokens, config.lossless_new_tokens)
-    named = {f"{name} draft": draft.model for name, draft in models.drafts.items()}
-    for name, model in {"target": models.target, **named}.items():
+    needed = max(prompt + new, *(len(answer.prompt_ids) + len(answer.answer_ids) for answer in answers))
+    drafts, skipped = dict(models.drafts), dict(models.skipped)
+    for name, model in {"target": models.target, **{name: draft.model for name, draft in drafts.items()}}.items():
         limit = max_positions(model.config)
-        if limit and prompt + new > limit:
+        if name in drafts and name not in (DISTILLED, UNDISTILLED) and limit and needed > limit:
+            del drafts[name]
+            skipped[name] = f"it has {limit} positions, prompts and answers take up to {needed}"
+        elif limit and prompt + new > limit:
             raise PipelineError(
-                f"Prompts of up to {prompt} tokens and {new} new ones exceed the {name}'s {limit} positions.",
+                f"Prompts of up to {prompt} tokens and {new} new ones exceed the {limit} positions of the {name} model.",
                 "lower evaluate.max_new_tokens and evaluate.lossless_new_tokens.",
             )
+    return dataclasses.replace(models, drafts=drafts, skipped=skipped)
 
 
 def _agreements(
@@ -301,18 +310,16 @@ def _reference(
     """transformers' own plain decoding beside ours, tokens per second on the same prompts and lengths."""
     if not answers:
         return {"transformers_plain_tokens_per_second": None, "our_plain_tokens_per_second": None}
-    seconds = 0.0
-    for answer in answers:
+
+    def decode_one(answer: Answer) -> float:
         prompt = torch.tensor(answer.prompt_ids[None].astype("int64"), device=target.device)
+        length = {"min_new_tokens": settings.max_new_tokens, "max_new_tokens": settings.max_new_tokens}
         started = time.perf_counter()
-        target.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            min_new_tokens=settings.max_new_tokens,
-            max_new_tokens=settings.max_new_tokens,
-            do_sample=False,
-        )
-        seconds += time.perf_counter() - started
+        target.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **length)
+        return time.perf_counter() - started
+
+    decode_one(answers[0])  # a warm-up, as our decoder had
+    seconds = sum(map(decode_one, answers))
     tokens = len(answers) * settings.max_new_tokens
     return {
         "transformers_plain_tokens_per_second": tokens / seconds,

@@ -28,6 +28,7 @@ from pipeline.core.evaluation_settings import CHAMPION, DISTILLED, PLAIN, Contes
 from pipeline.core.metrics import acceptance_by_position, aggregate, difference_measure, no_data, ratio_measure
 
 CONTEXT_TOKENS, COST_REPEATS = 128, 3
+LOTS_OF_AN_INTERVAL = 5  # resampling fewer says little about what another lot would give
 SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
@@ -75,10 +76,12 @@ def by_draft_length(
 def by_temperature(
     models: Contestants, golden: list[Answer], settings: DecodeConfig, config: EvaluateConfig, seed: int
 ) -> list[dict[str, Any]]:
-    """One row per temperature of config.temperatures, on golden prompts at the draft length of `settings`."""
+    """One row per temperature of config.temperatures but the serving one, on golden prompts at the draft length of `settings`."""
     rows = []
     prompts = pick(golden, config.temperature_prompts)
     for temperature in config.temperatures if prompts else ():
+        if temperature == settings.temperature:
+            continue
         other = dataclasses.replace(settings, temperature=temperature)
         common = (prompts, models.vocabulary, other.sampling, config.tokens_per_forward)
         agreed = agreement_metrics(teacher_forced(models.drafter(), models.target, *common), config.bootstrap_samples)
@@ -120,14 +123,18 @@ def by_batch(
     prompts = pick(golden, config.batch_prompts)
     for size in config.batch_sizes:
         lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        if not lots or not by_position:
-            rows.append({"batch": size, "draft_length": None, **dict.fromkeys(SERVED, no_data("not timed"))})
-            continue
         lengths = [decode.draft_length] if decode.draft_length else config.draft_lengths
+        if not lots or not (decode.draft_length or by_position):
+            few = f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
+            nothing = no_data("no acceptance on dev to choose k by" if lots else few)
+            rows.append(
+                {"batch": size, "draft_length": None, "predicted_speedup": None, **dict.fromkeys(SERVED, nothing)}
+            )
+            continue
         costs = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, rows=size)
-        k = cost_model.best_draft_length(by_position, lengths, costs)
-        tokens = cost_model.tokens_per_round(by_position, k)
-        predicted = cost_model.measured_cost_speedup(tokens, k, costs)
+        k = lengths[0] if decode.draft_length else cost_model.best_draft_length(by_position, lengths, costs)
+        tokens = cost_model.tokens_per_round(by_position, k) if by_position else None
+        predicted = tokens and cost_model.measured_cost_speedup(tokens, k, costs)
         row = {"batch": size, "draft_length": k, "predicted_speedup": predicted}
         at_size = dataclasses.replace(settings, draft_length=k)
         rows.append({**row, **_lots_timed(models, lots, at_size, config.bootstrap_samples, seed)})
@@ -156,12 +163,14 @@ def _lots_timed(
         accepted.append(sum(block.accepted for block in rounds))
     names = [str(index) for index in range(len(lots))]
     tokens = [size * settings.max_new_tokens] * len(lots)
-    return {
+    found = {
         "acceptance_rate": ratio_measure(accepted, drafted, names, samples),
         "speedup": ratio_measure(seconds[PLAIN], seconds[DISTILLED], names, samples),
         "tokens_per_second": ratio_measure(tokens, seconds[DISTILLED], names, samples),
         "plain_tokens_per_second": ratio_measure(tokens, seconds[PLAIN], names, samples),
     }
+    interval = {} if len(lots) >= LOTS_OF_AN_INTERVAL else {"interval": None}
+    return {name: {**entry, **interval, "count": size * len(lots)} for name, entry in found.items()}
 
 
 def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> list:

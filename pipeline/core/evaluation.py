@@ -20,6 +20,12 @@ from pipeline.core.metrics import acceptance_by_position, measure, no_data, rati
 from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling, probabilities
 
+GAPS = {
+    "itl_p50_seconds": lambda gaps: np.quantile(gaps, 0.50),
+    "itl_p95_seconds": lambda gaps: np.quantile(gaps, 0.95),
+    "itl_p99_seconds": lambda gaps: np.quantile(gaps, 0.99),
+    "itl_jitter_seconds": np.std,
+}
 SMOOTHNESS_TOKENS = 10
 TOO_SHORT = f"no answer has more than {SMOOTHNESS_TOKENS} tokens"
 
@@ -84,27 +90,35 @@ class Engine:
 
 
 def time_candidates(
-    engine: Engine, answers: list[Answer], candidates_of: Callable[[Answer], list[str]], seed: int, description: str
+    engine: Engine,
+    answers: list[Answer],
+    candidates_of: Callable[[Answer], list[str]],
+    seed: int,
+    description: str,
+    repeats: int = 1,
 ) -> tuple[list[Request], list[Timed]]:
-    """Decode each prompt plainly and with its candidates, one after the other, in turn; one warm-up prompt is discarded.
+    """Decode each prompt plainly and with its candidates in turn, `repeats` times, each turn beginning with another one; a
+    prompt counts with its run of median time. The longest prompt, decoded first by all, is a warm-up.
 
     `candidates_of` names the decoders of `engine` that take part in a prompt. Returns the requests and the plain runs.
     """
     requests, plain_runs = [], []
-    warm_up = answers[0].prompt_ids.tolist()
+    warm_up = max(answers, key=lambda answer: len(answer.prompt_ids)).prompt_ids.tolist()
     for decoder in engine.decoders.values():
         time_one(decoder, warm_up, seed)
-    total = sum(1 + len(candidates_of(answer)) for answer in answers) * engine.config.max_new_tokens
+    total = sum(1 + len(candidates_of(answer)) for answer in answers) * repeats * engine.config.max_new_tokens
     with tqdm(total=total, desc=description, unit=" tokens", unit_scale=True, mininterval=2) as progress:
-        for answer in answers:
-            prompt = answer.prompt_ids.tolist()
-            plain = time_one(engine.decoders["plain"], prompt, seed)
-            plain_runs.append(plain)
-            progress.update(len(plain.sequence.token_ids))
-            for name in candidates_of(answer):
-                run = time_one(engine.decoders[name], prompt, seed)
-                requests.append(_request(name, answer, run, plain))
-                progress.update(len(run.sequence.token_ids))
+        for index, answer in enumerate(answers):
+            names = ["plain", *candidates_of(answer)]
+            runs: dict[str, list[Timed]] = {name: [] for name in names}
+            for turn in range(index, index + repeats):
+                for place in range(len(names)):
+                    name = names[(turn + place) % len(names)]
+                    runs[name].append(time_one(engine.decoders[name], answer.prompt_ids.tolist(), seed))
+                    progress.update(len(runs[name][-1].sequence.token_ids))
+            median = {name: sorted(timed, key=lambda run: run.seconds)[repeats // 2] for name, timed in runs.items()}
+            plain_runs.append(median["plain"])
+            requests += [_request(name, answer, median[name], median["plain"]) for name in names[1:]]
     return requests, plain_runs
 
 
@@ -159,28 +173,33 @@ def served_metrics(requests: list[Request], draft_length: int, samples: int) -> 
         "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),
         "target_passes_saved": ratio_measure(saved, tokens, clusters, samples),
         "latency_seconds": ratio_measure(seconds, [1] * count, clusters, samples),
+        "plain_latency_seconds": ratio_measure(plain, [1] * count, clusters, samples),
         **waiting_metrics(requests, samples),
     }
 
 
 def waiting_metrics(requests: list[Request], samples: int) -> dict[str, dict]:
-    """What a user waits for: the first token, and the gaps between tokens as they are delivered, a round's at once."""
+    """What a user waits for, with the draft and (plain_) without: the first token, and the gaps between tokens as they are
+    delivered, a round's at once."""
     clusters, count = [request.cluster for request in requests], len(requests)
-    first = [request.ttft_seconds for request in requests]
-    gaps = np.concatenate([request.gaps_seconds for request in requests])
+    ours, plain = ([getattr(r, name) for r in requests] for name in ("ttft_seconds", "plain_ttft_seconds"))
     found = {
-        "ttft_seconds": ratio_measure(first, [1] * count, clusters, samples),
-        "ttft_ratio": ratio_measure(first, [request.plain_ttft_seconds for request in requests], clusters, samples),
+        "ttft_seconds": ratio_measure(ours, [1] * count, clusters, samples),
+        "plain_ttft_seconds": ratio_measure(plain, [1] * count, clusters, samples),
+        "ttft_ratio": ratio_measure(ours, plain, clusters, samples),
+        **_gap_metrics([request.gaps_seconds for request in requests], ""),
+        **_gap_metrics([request.plain_gaps_seconds for request in requests], "plain_"),
     }
-    for name, value in (
-        *((f"itl_p{percent}_seconds", lambda q=percent: np.quantile(gaps, q / 100)) for percent in (50, 95, 99)),
-        ("itl_jitter_seconds", lambda: gaps.std()),
-    ):
-        found[name] = measure(float(value()), count=count) if len(gaps) else no_data("one token each")
-    ours = longest_wait([request.gaps_seconds for request in requests])
-    plain = longest_wait([request.plain_gaps_seconds for request in requests])
-    found["smoothness"] = measure(ours / plain, count=count) if ours and plain else no_data(TOO_SHORT)
+    waits = [longest_wait([getattr(r, name) for r in requests]) for name in ("gaps_seconds", "plain_gaps_seconds")]
+    found["smoothness"] = measure(waits[0] / waits[1], count=count) if all(waits) else no_data(TOO_SHORT)
     return found
+
+
+def _gap_metrics(gaps: list[list[float]], prefix: str) -> dict[str, dict]:
+    every = np.concatenate(gaps)
+    if not len(every):
+        return {f"{prefix}{name}": no_data("one token each") for name in GAPS}
+    return {f"{prefix}{name}": measure(float(of(every)), count=len(gaps)) for name, of in GAPS.items()}
 
 
 def longest_wait(gaps: list[list[float]]) -> float | None:

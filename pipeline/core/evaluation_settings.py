@@ -49,6 +49,7 @@ class EvaluateConfig:
     timed_prompts: int  # golden prompts of the target domain, for the distilled draft and the champion
     timed_prompts_other: int  # golden prompts of each other domain
     baseline_prompts: int  # of those of the target domain, for all other candidates
+    repeats: int  # times that each timed prompt is decoded; its run of median time counts
     reference_prompts: int  # of those of the target domain, for transformers' own plain decoding
     dev_prompts: int  # dev prompts of the target domain, for the choice of the draft length
     draft_lengths: List[int]  # candidates for k

@@ -251,7 +251,7 @@ class Pair:
         return needs
 
     def evaluate_memory(self, tokens_per_forward: int, positions: int) -> dict[str, int]:
-        """Bytes while plain decoding and three drafters share the target at batch size 1, by what takes them.
+        """Bytes while plain decoding, prompt lookup, the draft before and after distillation share the target at batch size 1, by what takes them.
 
         In half precision the models are also copied to float32, for the check of losslessness.
         """

@@ -45,6 +45,7 @@ REMEDIES = {
     PROMPTS: "raise evaluate.timed_prompts, and domain.prompts.golden if they are too few",
     "draft_share": "choose a smaller draft, or freeze and share fewer rows of its embeddings",
     "peak_bytes": "choose a smaller draft, or lower evaluate.tokens_per_forward if the evaluation itself took it",
+    "memory_efficiency": f"choose a smaller draft, or {_BETTER_DRAFT}",
     "token_acceptance_difference": f"keep the champion; {_BETTER_DRAFT}",
     "acceptance_rate_difference": f"keep the champion; {_BETTER_DRAFT}",
     "speedup_ratio": f"keep the champion; {_MORE_SPEED}",
@@ -151,8 +152,11 @@ def _judge_one(metrics: dict[str, Any], check: Check, champion: dict[str, Any] |
 def _no_other_champion(metrics: dict[str, Any], champion: dict[str, Any] | None) -> str | None:
     """Why there is no champion to compare with, if there is none."""
     if champion is None:
-        return "no draft was promoted yet"
-    return "the champion is this very draft" if champion["fingerprint"] == metrics["draft_fingerprint"] else None
+        return "no draft of this model was promoted yet"
+    compared = metrics["champion"]
+    if compared and compared["fingerprint"] == champion["fingerprint"] and not compared["comparable"]:
+        return metrics["skipped"]["champion"]
+    return None
 
 
 def _find(metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None) -> tuple[dict[str, Any], str | None]:

@@ -44,6 +44,12 @@ METRICS = {
         "share", True, "of the target's passes (reads of all its weights) that plain decoding makes"
     ),
     "latency_seconds": Metric("s", False, "whole request, mean"),
+    "plain_latency_seconds": Metric("s", False, "whole request decoded plainly, mean"),
+    "plain_ttft_seconds": Metric("s", False, "time to the first token of plain decoding, mean"),
+    "plain_itl_p50_seconds": Metric("s", False, "gap between tokens of plain decoding, median"),
+    "plain_itl_p95_seconds": Metric("s", False, "gap between tokens of plain decoding, 95th percentile"),
+    "plain_itl_p99_seconds": Metric("s", False, "gap between tokens of plain decoding, 99th percentile"),
+    "plain_itl_jitter_seconds": Metric("s", None, "standard deviation of the gaps of plain decoding, for reading only"),
     "ttft_seconds": Metric("s", False, "time to the first token, mean"),
     "ttft_ratio": Metric("ratio", False, "time to the first token / that of plain decoding"),
     "itl_p50_seconds": Metric("s", False, "gap between tokens as delivered, median"),
@@ -58,6 +64,11 @@ METRICS = {
     "memory_efficiency": Metric(
         "passes per token and GiB", True, "target passes saved / extra memory of draft and its cache"
     ),
+    "draft_share": Metric("share", False, "draft's weights and cache / those of target and draft"),
+    "peak_bytes": Metric("bytes", False, "most memory that the evaluation took, all candidates and checks together"),
+    "token_acceptance_difference": Metric("share", True, "token acceptance minus the champion's, paired by prompt"),
+    "acceptance_rate_difference": Metric("share", True, "acceptance rate minus the champion's, paired by prompt"),
+    "speedup_ratio": Metric("ratio", True, "the champion's seconds / this draft's, paired by prompt"),
     "lossless": Metric("share", True, "prompts whose speculative tokens equal the plain ones in float32"),
 }
 
@@ -146,23 +157,6 @@ def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft
     if not len(runs):
         return None
     return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]
-
-
-def greedy_rounds(agreed: Sequence[bool], draft_length: int) -> list[tuple[int, int]]:
-    """(accepted, drafted) of each round of greedy speculative decoding on one answer of the target.
-
-    `agreed`: at each of its tokens, whether the draft, given the text before it, would have said the same. The first token
-    comes from the prefill, each round adds one of the target's own to those that it accepts, and of the round that ends
-    the answer only what it emits is counted, as the decoder does.
-    """
-    rounds, position = [], 1
-    while position < len(agreed):
-        hits = agreed[position : position + draft_length]
-        accepted = next((index for index, hit in enumerate(hits) if not hit), len(hits))
-        emitted = min(accepted + 1, len(agreed) - position)
-        position += emitted
-        rounds.append((accepted, min(draft_length, emitted) if position == len(agreed) else draft_length))
-    return rounds
 
 
 def expected_first_acceptance(overlaps: Sequence[Sequence[float]], draft_length: int) -> float | None:

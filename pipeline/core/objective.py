@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from pipeline.core.batches import AnswerBatches, answer_hidden
 from pipeline.core.losses import Divergence, top_and_tail
-from pipeline.core.metrics import greedy_rounds, ratio
+from pipeline.core.rounds import greedy_rounds
 
 DRAFT_LENGTH = 4  # k of the acceptance rate that is followed while training
 LOG_NOTHING = 25.0  # so far below the largest logit lies a column that stands for no mass
@@ -274,5 +274,7 @@ def agreement_figures(run: Callable[[dict[str, Tensor]], Tensor], batches: Answe
     figures = dict(zip(names, found.mean(dim=0).tolist(), strict=True))
     agreed = (found[:, 0] > 0).split(counts)
     rounds = [found for hits in agreed for found in greedy_rounds(hits.tolist(), DRAFT_LENGTH)]
-    rate = ratio(*zip(*rounds, strict=True)) if rounds else None
-    return figures if rate is None else {**figures, "acceptance_rate": rate}
+    if not rounds:
+        return figures
+    accepted, drafted = map(sum, zip(*rounds, strict=True))
+    return {**figures, "acceptance_rate": accepted / drafted}

@@ -33,6 +33,7 @@ UNITS = {
     "s": Unit(1000, 1, " ms"),
     "tokens": Unit(1, 0, ""),
     "MiB": Unit(1, 1, " MiB"),
+    "bytes": Unit(1 / (1 << 20), 1, " MiB"),
     "hours": Unit(1, 1, " h"),
     "months": Unit(1, 1, " months"),
     "money": Unit(1, 0, ""),

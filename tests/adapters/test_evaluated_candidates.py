@@ -32,7 +32,8 @@ def taking_part(project, *siblings: Sibling):
         config = stage.typed_config(compose("config", overrides=["experiment=smoke"]), evaluate.Config)
     settings = dataclasses.replace(config.evaluate, siblings=list(siblings))
     config = dataclasses.replace(config, target=project.target.config, draft=project.start("pruned"), evaluate=settings)
-    return evaluate.contestants(config, project.target, read_draft_facts(project.root / "data/draft"), "legal")
+    made = read_draft_facts(project.root / "data/draft")
+    return evaluate.contestants(config, project.target, made, "legal", evaluate._champion_facts())
 
 
 def promoted(project, **changes) -> None:

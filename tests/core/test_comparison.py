@@ -11,8 +11,10 @@ import pytest
 import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 
+from pipeline.core import evaluation
 from pipeline.core.answers import Answer
 from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
+from pipeline.core.decoding import DecodeConfig
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
@@ -20,7 +22,8 @@ from pipeline.core.evaluation_settings import Contestants, DecodeSettings, Draft
 from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(
-    siblings=[], sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2,
+    siblings=[],
+    repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2,
     max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
     draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
     bootstrap_samples=50, tokens_per_forward=200,
@@ -85,14 +88,14 @@ def test_greedy_evaluation_measures_every_candidate(pair):
 def test_other_conditions_are_rows_of_their_own(pair):
     target, draft = pair
     golden = answers(target, 5, "legal")
-    config = dataclasses.replace(CONFIG, sweep_prompts=1, batch_sizes=[2, 4, 8])
+    config = dataclasses.replace(CONFIG, sweep_prompts=1, batch_sizes=[2, 4, 8], temperatures=[0.0, 0.7], repeats=2)
     metrics = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics
     two, four, eight = metrics["by_batch"]
-    assert (two["batch"], two["speedup"]["count"], four["speedup"]["count"]) == (2, 2, 1)
+    assert (two["batch"], two["speedup"]["count"], four["speedup"]["count"]) == (2, 4, 4)
+    assert two["speedup"]["interval"] is None, "two lots are too few for one"
     assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1 and two["predicted_speedup"] > 0
-    assert eight["speedup"]["value"] is None and eight["speedup"]["reason"] == "not timed", (
-        "four prompts make no lot of eight"
-    )
+    assert eight["speedup"]["value"] is None
+    assert eight["speedup"]["reason"] == "4 prompts make no lot of 8: raise evaluate.batch_prompts"
     (warm,) = metrics["by_temperature"]
     assert warm["temperature"] == 0.7 and warm["speedup"]["count"] == 2
     exact, best, least = (
@@ -104,6 +107,40 @@ def test_other_conditions_are_rows_of_their_own(pair):
     memory = metrics["memory"]
     assert memory["target_weight_bytes"] == sum(p.numel() * 4 for p in target.parameters())
     assert 0 < memory["draft_share"] < 1 and memory["peak_bytes"] > memory["target_weight_bytes"]
+
+
+def test_a_sibling_with_too_short_a_context_is_skipped_and_the_draft_itself_refused(pair):
+    target, draft = pair
+    golden = answers(target, 3, "legal")
+    models = contestants(target, draft)
+    models.drafts["short"] = Draft(tiny_llama(seed=7, max_position_embeddings=12), list(range(100)))
+    metrics = evaluate(models, golden, golden, DecodeSettings(draft_length=1), CONFIG, seed=0).metrics
+    assert metrics["skipped"]["short"] == "it has 12 positions, prompts and answers take up to 15"
+    assert "short" not in metrics["candidates"]
+    models.drafts["distilled"] = models.drafts.pop("short")
+    with pytest.raises(PipelineError, match="12 positions of the distilled model"):
+        evaluate(models, golden, golden, DecodeSettings(draft_length=1), CONFIG, seed=0)
+
+
+def test_a_prompt_counts_with_its_run_of_median_time(pair, monkeypatch):
+    """Of three runs of each, the second longest; the first decoder changes from turn to turn."""
+    target, draft = pair
+    golden = answers(target, 2, "legal")
+    order, real = [], evaluation.time_one
+
+    def timed(decoder, prompt, seed):
+        run = real(decoder, prompt, seed)
+        order.append(decoder)
+        return dataclasses.replace(run, seconds=float(len(order)))
+
+    monkeypatch.setattr(evaluation, "time_one", timed)
+    engine = evaluation.Engine(target, DecodeConfig(draft_length=1, max_new_tokens=4, allowed_token_ids=range(100)))
+    engine.add("plain", None)
+    engine.add("draft", draft)
+    requests, _ = evaluation.time_candidates(engine, golden, lambda _: ["draft"], 0, "", repeats=3)
+    plain, ours = engine.decoders["plain"], engine.decoders["draft"]
+    assert order == [plain, ours, *[plain, ours, ours, plain, plain, ours], *[ours, plain, plain, ours, ours, plain]]
+    assert [(r.plain_seconds, r.seconds) for r in requests] == [(6.0, 5.0), (11.0, 12.0)]
 
 
 def test_the_champion_is_compared_prompt_by_prompt(pair):

@@ -154,7 +154,7 @@ def test_too_few_prompts_and_too_much_memory_fail():
     assert states == ["passed", "failed", "failed", "passed", "failed", "failed"]
 
 
-CHAMPION = {"fingerprint": "old", "version": "3"}
+CHAMPION = {"fingerprint": "old", "version": "3", "comparable": True}
 
 
 def against(champion, compared, versus=None, skipped=None):
@@ -178,15 +178,17 @@ def test_without_another_champion_the_comparison_does_not_apply():
     states, verdict = against(None, None)
     assert set(states.values()) == {"not applicable"} and verdict["passed"]
     assert verdict_lines(verdict)[0] == (
-        "not applicable: token_acceptance_difference (code): no draft was promoted yet; needs >= -0.03"
+        "not applicable: token_acceptance_difference (code): no draft of this model was promoted yet; needs >= -0.03"
     )
-    states, verdict = against({"fingerprint": "new", "version": "4"}, None)
-    assert set(states.values()) == {"not applicable"} and verdict["passed"]
+    for reason in ("the champion is this very draft", "the champion drafts for another target"):
+        states, verdict = against(CHAMPION, {**CHAMPION, "comparable": False}, skipped={"champion": reason})
+        assert set(states.values()) == {"not applicable"} and verdict["passed"]
+        assert verdict["checks"][0]["reason"] == reason
 
 
 @pytest.mark.parametrize(
     ("compared", "skipped", "reason"),
-    [({"fingerprint": "older", "version": "2"}, {}, "present champion, version 3"), (None, {}, "run `dvc repro`"),
+    [({"fingerprint": "older", "version": "2", "comparable": True}, {}, "present champion, version 3"), (None, {}, "run `dvc repro`"),
      (CHAMPION, {"champion": "the store does not answer"}, "the store does not answer")],
 )  # fmt: skip
 def test_a_champion_that_was_not_compared_with_is_no_data(compared, skipped, reason):

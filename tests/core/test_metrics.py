@@ -9,7 +9,6 @@ from pipeline.core.metrics import (
     aggregate,
     difference_measure,
     expected_first_acceptance,
-    greedy_rounds,
     ratio,
     ratio_measure,
 )
@@ -85,13 +84,6 @@ def test_aggregate_adds_all():
         "b": ["b"],
         "all": ["ab", "b", "ac"],
     }
-
-
-def test_greedy_rounds_follow_the_targets_text():
-    """The first token is the prefill's; a round ends at the first miss, whose place the target's own token takes."""
-    assert greedy_rounds([False, True, True, False, True, False, True], 2) == [(2, 2), (1, 2), (1, 1)]
-    assert greedy_rounds([True], 4) == [] and greedy_rounds([True] * 6, 4) == [(4, 4)]
-    assert greedy_rounds([True, False, True, True], 4) == [(0, 4), (2, 2)]
 
 
 def test_differences_are_paired_by_prompt():
