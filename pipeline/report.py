@@ -28,6 +28,7 @@ PLOT_COLUMNS = {
     "history": ("step", "tokens", "loss", "dev_token_acceptance"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
+    "draft_lengths": ("draft_length", "predicted_speedup", "speedup"),
     "verify_cost": ("tokens", "seconds", "ratio"),
 }
 

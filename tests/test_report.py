@@ -421,7 +421,8 @@ def test_the_plots_are_whole_tables(project):
     write_artifacts(project)
     report.run(config())
     tables = {}
-    for name, columns in report.PLOT_COLUMNS.items():
+    by_position = ("position", "distilled", "undistilled", "prompt_lookup")
+    for name, columns in {**report.PLOT_COLUMNS, "acceptance_by_position": by_position}.items():
         with (project / f"data/report/plots/{name}.csv").open(newline="") as stream:
             reader = csv.DictReader(stream)
             tables[name] = list(reader)
@@ -431,6 +432,7 @@ def test_the_plots_are_whole_tables(project):
     assert float(acceptance["distilled", "code", "token_acceptance_trimmed_head"]["value"]) == 0.312
     assert ("prompt_lookup", "legal", "token_acceptance_full_head") not in acceptance
     assert [row["distilled"] for row in tables["acceptance_by_position"]][:4] == ["0.71", "0.55", "0.43", "0.35"]
+    assert tables["draft_lengths"][1] == {"draft_length": "2", "predicted_speedup": "1.4", "speedup": "1.27"}
     speedups = {(row["candidate"], row["domain"]): row for row in tables["speedup"]}
     assert set(speedups) == {
         *(("distilled", domain) for domain in ("legal", "code", "all")),

@@ -165,6 +165,10 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
             for candidate, domain in pairs
             if (entry := found(metrics, candidate, domain, "speedup"))["value"] is not None
         ],
+        "draft_lengths": [
+            {**{name: row[name] for name in ("draft_length", "predicted_speedup")}, "speedup": row["speedup"]["value"]}
+            for row in metrics["by_draft_length"]
+        ],
         "verify_cost": _verify_cost_rows(metrics["costs"]),
     }
 
