@@ -157,7 +157,7 @@ config = LlamaConfig(
 )
 draft = LlamaForCausalLM(config).train()
 draft.get_input_embeddings().requires_grad_(False)
-top = torch.stack([torch.randperm(vocabulary)[:20] for _ in range(rows * length)])
+top = torch.stack([torch.randperm(vocabulary)[:20].clone() for _ in range(rows * length)])
 batch = {
     "input_ids": torch.randint(vocabulary, (rows, length)), "query": torch.arange(rows * length),
     "top_ids": top, "top_index": top, "top_logprobs": torch.full(top.shape, 0.04).log(),
