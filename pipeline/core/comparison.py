@@ -177,7 +177,7 @@ def _fitting(models: Contestants, answers: list[Answer], draft_length: int, conf
 def _agreements(
     models: Contestants, golden: list[Answer], config: EvaluateConfig, sampling: Sampling
 ) -> dict[str, list[Agreement]]:
-    """Teacher-forced agreement of every candidate on all golden answers, the distilled draft's last."""
+    """Teacher-forced agreement of every candidate on all golden answers."""
     common = (models.target, golden, models.vocabulary, sampling, config.tokens_per_forward)
     drafts = {name: teacher_forced(models.drafter(name), *common) for name in models.drafts}
     return {LOOKUP: lookup_agreement(golden, config.lookup_ngram), **drafts}
