@@ -39,8 +39,8 @@ from pipeline.core.training import DistillConfig
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
 LIMIT_PROMPTS = 12
 CREATIVE_TOKENS = 96
-STORAGE_TOKENS = 40_000
-STORAGE_EPOCHS = 4.0
+STORAGE_TOKENS = 20_000
+STORAGE_EPOCHS = 3.0
 TRL_BETAS = (0.0, 1.0)  # forward and reverse KL
 TRL_LEARNING_RATES = (1e-4, 5e-4)
 FULL_LENGTH = 3  # so many of the screened recipes are trained at full length

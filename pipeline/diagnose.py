@@ -43,7 +43,7 @@ from pipeline.adapters.processes import LaunchConfig, check_command
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint, pair_checks
-from pipeline.core.checks import GIB, Finding, Passed, Report, size_text
+from pipeline.core.checks import Finding, Passed, Report, size_text
 from pipeline.core.comparison import machine
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation_settings import DecodeSettings, EvaluateConfig
@@ -275,7 +275,7 @@ def _load(config: Config, pair: footprint.Pair, prompt: int) -> Passed:
     """What the service does at one time, from the configuration and this run."""
     given = config.diagnose
     new = max(config.generate.max_new_tokens, config.evaluate.max_new_tokens)
-    memory = _free_memory(config, pair) if given.memory_gib is None else given.memory_gib * GIB
+    memory = _free_memory(config, pair) if given.memory_gib is None else given.memory_gib * footprint.GIB
     load = pair_checks.Load(given.batch, given.context_tokens or prompt + new, memory)
     return Passed(
         load, f"{load.batch} requests of {load.positions} tokens, decoded together (diagnose.batch, context_tokens)"

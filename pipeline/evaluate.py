@@ -30,7 +30,8 @@ from pipeline.adapters.drafts import (
 from pipeline.adapters.registered_drafts import find_registered
 from pipeline.adapters.request_files import write_requests
 from pipeline.adapters.targets import Target, check_same_target
-from pipeline.core.artifacts import atomic_path, read_json, write_json
+from pipeline.core.answers import Answer
+from pipeline.core.artifacts import atomic_path, fingerprint, write_json
 from pipeline.core.comparison import evaluate, summarise
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation_settings import (
@@ -44,10 +45,21 @@ from pipeline.core.evaluation_settings import (
     Sibling,
 )
 from pipeline.core.models import DTYPES, ModelConfig, cast_parameters
-from pipeline.stage import execute, input_path, output_path, write_effective_config
+from pipeline.stage import (
+    STORE_TIMEOUT_SECONDS,
+    execute,
+    input_path,
+    output_path,
+    read_champion,
+    write_effective_config,
+)
 
-CHAMPION_FILE = "data/champion/metrics.json"
-STORE_TIMEOUT_SECONDS = 10.0
+
+class Incomparable(PipelineError):
+    """There is no champion that could be compared with the draft; running again would not bring one."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, "none needed.")
 
 
 @dataclass
@@ -61,7 +73,7 @@ class Config:
 
 def run(config: Config) -> None:
     target = Target(config.target, input_path(""))
-    champion = _champion_facts()
+    champion = read_champion()
     facts = read_facts(input_path("data/answers/golden"))
     check_same_target(facts, target)
     made = read_draft_facts(input_path("data/draft"))
@@ -72,7 +84,10 @@ def run(config: Config) -> None:
         "target": {"name": config.target.name, "id": config.target.id, "revision": config.target.revision},
         "compatibility_key": target.compatibility_key,
         "draft_fingerprint": made["fingerprint"],
-        "champion": champion and _identity(champion, target, made),
+        "champion": champion
+        and {name: champion[name] for name in ("model_name", "version", "fingerprint")}
+        | {"comparable": models.comparable},
+        "prompts": {"dev_prompts": _prompts_fingerprint(dev), "golden_prompts": _prompts_fingerprint(golden)},
         **outcome.metrics,
     }
     with atomic_path(output_path("data/eval")) as folder:
@@ -104,12 +119,14 @@ def contestants(
             skipped[sibling.name] = f"{sibling.id} does not fit into memory beside the target"
     drafts[UNDISTILLED] = Draft(undistilled, head)
     drafts[DISTILLED] = Draft(distilled, head)
+    comparable = True
     try:
         drafts[CHAMPION] = _champion(champion, target, made)
     except PipelineError as error:
         skipped[CHAMPION] = error.reason
+        comparable = not isinstance(error, Incomparable)
     vocabulary = range(target.vocabulary_size)
-    return Contestants(target.model, drafts, config.decode.draft_half_weights, vocabulary, domain, skipped)
+    return Contestants(target.model, drafts, config.decode.draft_half_weights, vocabulary, domain, skipped, comparable)
 
 
 def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
@@ -119,35 +136,28 @@ def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
     return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))
 
 
-def _champion_facts() -> dict[str, Any] | None:
-    """What promotion wrote about the present champion; None before the first."""
-    path = input_path(CHAMPION_FILE)
-    return read_json(path, "domain-draft/champion", 1) if path.exists() else None
-
-
-def _identity(champion: dict[str, Any], target: Target, made: dict[str, Any]) -> dict[str, Any]:
-    """Which champion this evaluation knew, and whether it is another draft for the same target, to be compared with."""
-    facts = {name: champion[name] for name in ("model_name", "version", "fingerprint")}
-    return {**facts, "comparable": _incomparable(champion, target, made) is None}
-
-
-def _incomparable(champion: dict[str, Any] | None, target: Target, made: dict[str, Any]) -> str | None:
-    """Why there is no champion to compare the draft of facts `made` with, if so."""
-    if champion is None:
-        return "no draft was promoted yet"
-    if champion["compatibility_key"] != target.compatibility_key:
-        return "the champion drafts for another target"
-    return "the champion is this very draft" if champion["fingerprint"] == made["fingerprint"] else None
-
-
 def _champion(champion: dict[str, Any] | None, target: Target, made: dict[str, Any]) -> Draft:
-    """The champion's draft from the registry; `PipelineError` where it is not to be compared with, or not to be had."""
-    if reason := _incomparable(champion, target, made):
-        raise PipelineError(reason, "none needed.")
+    """The champion's draft from the registry, at the k that it is served with.
+
+    Raises `Incomparable` where there is no other draft of this target, `PipelineError` where it is not to be had.
+    """
+    if champion is None:
+        raise Incomparable("no draft was promoted yet")
+    if champion["compatibility_key"] != target.compatibility_key:
+        raise Incomparable("the champion drafts for another target")
+    if champion["fingerprint"] == made["fingerprint"]:
+        raise Incomparable("the champion is this very draft")
     uri = f"models:/{champion['model_name']}/{champion['version']}"
     root = input_path("")
-    folder = find_registered(uri, champion["tracking_uri"], STORE_TIMEOUT_SECONDS, root).folder(root)
-    return Draft(*load_draft(folder, target))
+    registered = find_registered(uri, champion["tracking_uri"], STORE_TIMEOUT_SECONDS, root)
+    if registered.facts["template"] != target.template:
+        raise Incomparable("the champion was distilled under another chat template")
+    return Draft(*load_draft(registered.folder(root), target), champion["metrics"]["settings"]["draft_length"])
+
+
+def _prompts_fingerprint(answers: list[Answer]) -> str:
+    """Of the prompts' tokens, whatever their order: figures over different prompts compare loosely."""
+    return fingerprint(sorted((answer.prompt_id, answer.prompt_ids.tolist()) for answer in answers))
 
 
 @hydra.main(version_base="1.3", config_path="../conf", config_name="config")

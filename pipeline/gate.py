@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from pipeline.core.artifacts import read_json, write_json
 from pipeline.core.gating import Check, judge, verdict_lines
-from pipeline.stage import execute, input_path, output_path
+from pipeline.stage import execute, input_path, output_path, read_champion
 
 
 @dataclass
@@ -48,8 +48,7 @@ def run(config: Config) -> None:
 
 def _champion(model_name: str) -> dict[str, Any] | None:
     """What promotion wrote about the present champion; None where there is none of this model."""
-    path = input_path("data/champion/metrics.json")
-    champion = read_json(path, "domain-draft/champion", 1) if path.exists() else None
+    champion = read_champion()
     return champion if champion and champion["model_name"] == model_name else None
 
 

@@ -28,15 +28,12 @@ from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.promotion import CHAMPION, PREVIOUS, Recorded, comparisons, objections, other_conditions
 from pipeline.register import Config, RegistryConfig
-from pipeline.stage import console, input_path, output_path, typed_config
+from pipeline.stage import CHAMPION_FILE, CHAMPION_SCHEMA, console, input_path, output_path, typed_config
 
 if TYPE_CHECKING:  # importing mlflow takes seconds
     from mlflow.entities.model_registry import ModelVersion
 
     from pipeline.adapters.mlflow_registry import MlflowStore
-
-CHAMPION_FILE = "data/champion/metrics.json"
-SCHEMA_NAME, SCHEMA_VERSION = "domain-draft/champion", 1
 
 
 def promote(config: RegistryConfig, force: str | None = None) -> None:
@@ -177,7 +174,7 @@ def _read_champion(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        return read_json(path, SCHEMA_NAME, SCHEMA_VERSION)
+        return read_json(path, *CHAMPION_SCHEMA)
     except PipelineError as error:
         path.unlink()
         print(f"{error.reason} Removed")
@@ -189,7 +186,7 @@ def _write_champion(config: RegistryConfig, champion: Recorded, found: dict[str,
     facts = _facts(config, champion)
     if found is not None and all(found.get(name) == facts[name] for name in facts if name != "metrics"):
         return None  # its figures at promotion stay: stages that depend on the file need not run again
-    write_json(output_path(CHAMPION_FILE), SCHEMA_NAME, SCHEMA_VERSION, facts)
+    write_json(output_path(CHAMPION_FILE), *CHAMPION_SCHEMA, facts)
     if found is None:
         return f"was missing: written, the champion is version {champion.version}"
     if (found["version"], found["fingerprint"]) == (champion.version, champion.fingerprint):

@@ -25,7 +25,7 @@ from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.model_card import Evidence, headline_tags, identity_tags, model_card
 from pipeline.core.promotion import CHAMPION, PREVIOUS, gate_failure
-from pipeline.stage import execute, input_path, output_path
+from pipeline.stage import execute, input_path, output_path, read_provenance
 
 if TYPE_CHECKING:  # importing mlflow takes seconds
     from pipeline.adapters.mlflow_registry import MlflowStore
@@ -210,12 +210,7 @@ def _finished_stages(evidence: Evidence) -> list[FinishedStage]:
         "evaluate": {"figures": evidence.numbers},
         "gate": {"tags": {"gate": evidence.verdict["gate"], "verdict": evidence.outcome}},
     }
-    return [FinishedStage(name, text, _provenance(name), **more.get(name, {})) for name, text in configs.items()]
-
-
-def _provenance(name: str) -> dict[str, Any] | None:
-    path = input_path(f"data/provenance/{name}.json")
-    return read_json(path, "domain-draft/provenance", 1) if path.exists() else None
+    return [FinishedStage(name, text, read_provenance(name), **more.get(name, {})) for name, text in configs.items()]
 
 
 def _data_tags() -> dict[str, str]:

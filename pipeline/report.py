@@ -1,7 +1,7 @@
 """report: one page for all that was measured, and the end of the pipeline.
 
 Reads:  data/prompts/stats.json, data/draft/draft.json, data/distill/history.csv, data/eval/metrics.json,
-        data/gate/verdict.json, data/registry/receipt.json.
+        data/gate/verdict.json, data/registry/receipt.json, data/provenance/ as far as it is there.
 Writes: data/report/index.html (self-contained), data/report/roi.json (what the draft saves on the sheet of conf/roi),
         data/report/plots/*.csv (what its charts draw, for `dvc plots`).
 Does:   renders, then enforces the gate: with gate.enforce=true a failed verdict ends the stage with exit code 1.
@@ -22,8 +22,9 @@ from pipeline.core.errors import PipelineError
 from pipeline.core.report_page import Documents, candidates, plot_tables
 from pipeline.core.roi import RoiConfig, roi
 from pipeline.gate import GateConfig
-from pipeline.stage import execute, input_path, output_path
+from pipeline.stage import execute, input_path, output_path, read_provenance
 
+STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register")
 PLOT_COLUMNS = {
     "history": ("step", "tokens", "loss", "dev_token_acceptance"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
@@ -71,6 +72,7 @@ def _read_documents(sheet: RoiConfig) -> Documents:
         verdict=read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1),
         receipt=read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1),
         roi=roi(sheet, metrics),
+        stages=[found for name in STAGES if (found := read_provenance(name))],
     )
 
 

@@ -22,12 +22,16 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
-from pipeline.core.artifacts import write_json
+from pipeline.core.artifacts import read_json, write_json
 from pipeline.core.errors import PipelineError
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
 CONF_DIR = str(PROJECT_ROOT / "conf")
 COLUMNS_WITHOUT_TERMINAL = 160
+CHAMPION_FILE = "data/champion/metrics.json"  # written by promotion
+CHAMPION_SCHEMA = ("domain-draft/champion", 1)
+PROVENANCE_SCHEMA = ("domain-draft/provenance", 1)
+STORE_TIMEOUT_SECONDS = 10.0  # of reads of the MLflow store for which no configuration says how long to wait
 
 ConfigT = TypeVar("ConfigT")
 
@@ -42,6 +46,12 @@ def output_path(relative: str) -> Path:
     if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
         return Path(HydraConfig.get().runtime.output_dir) / relative
     return PROJECT_ROOT / relative
+
+
+def read_champion() -> dict[str, Any] | None:
+    """What promotion wrote about the present champion; None before the first."""
+    path = input_path(CHAMPION_FILE)
+    return read_json(path, *CHAMPION_SCHEMA) if path.exists() else None
 
 
 def cache_path(stage: str, key: str) -> Path:
@@ -116,6 +126,12 @@ def _check_writable(folder: Path) -> None:
         ) from None
 
 
+def read_provenance(stage: str) -> dict[str, Any] | None:
+    """What `write_provenance` recorded; None where it did not come with the artifacts."""
+    path = input_path(f"data/provenance/{stage}.json")
+    return read_json(path, *PROVENANCE_SCHEMA) if path.exists() else None
+
+
 def write_provenance(stage: str, started: float) -> None:
     """Record beside the artifacts, in a file that nothing depends on, what a stage ran with and on."""
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=PROJECT_ROOT, capture_output=True, text=True, check=False)
@@ -131,4 +147,4 @@ def write_provenance(stage: str, started: float) -> None:
         "machine": {"platform": platform.platform(), "processors": os.cpu_count()},
         "packages": {name: importlib.metadata.version(name) for name in packages},
     }
-    write_json(output_path(f"data/provenance/{stage}.json"), "domain-draft/provenance", 1, facts)
+    write_json(output_path(f"data/provenance/{stage}.json"), *PROVENANCE_SCHEMA, facts)

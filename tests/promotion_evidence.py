@@ -36,6 +36,8 @@ def made_metrics(
         "compatibility_key": key,
         "draft_fingerprint": fingerprint,
         "settings": {"draft_length": k, "temperature": 0.0, "dtype": "float32"},
+        "draft_lengths": {"distilled": k},
+        "prompts": {"golden_prompts": "abcdef"},
         "candidates": {"distilled": {domain: measures}},
         "machine": {"processor": processor, "threads": 2, "accelerator": None},
     }

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 from clone import checked, run
 
@@ -81,7 +82,7 @@ def test_dvc_shows_metrics_and_plots(clone):
 def test_an_override_reaches_the_code_and_reruns_what_depends_on_it(clone):
     """P02: distill and what follows run, generation does not; the artifact and the tracked run say the new value."""
     on_policy = ["-S", "distill.on_policy.steps=2", "-S", "distill.on_policy.max_new_tokens=8"]
-    output = checked(["dvc", "exp", "run", "-S", "experiment=smoke", "-S", "distill.epochs=2", *on_policy], clone)
+    output = checked(["dvc", "exp", "run", "-S", "experiment=smoke", "-S", "distill.epochs=6", *on_policy], clone)
     assert executed(output) >= {"distill", "evaluate"} and not executed(output) & {"prepare", "generate"}
     effective = yaml.safe_load((clone / "data/draft/config.yaml").read_text(encoding="utf-8"))
     assert effective["distill"]["epochs"] == 2
@@ -147,17 +148,41 @@ def test_multirun_jobs_write_into_their_own_folders(clone):
 
 
 def test_the_candidate_is_promoted(clone):
-    metrics = clone / "data/champion/metrics.json"
     assert "is the champion" in checked([sys.executable, "-m", "pipeline.promote", "--force", "a test"], clone)
     document, receipt = read(clone, "data/champion/metrics.json"), read(clone, "data/registry/receipt.json")
     assert (document["model_name"], document["tracking_uri"]) == ("tiny-legal-draft", None)
     assert (document["version"], document["fingerprint"]) == (receipt["version"], receipt["fingerprint"])
     assert document["metrics"] == read(clone, "data/eval/metrics.json")
-    metrics.unlink()  # the tests after this one are of a project without a champion
+
+
+ANOTHER_DRAFT = ["-S", "experiment=smoke", "-S", "distill.epochs=6"]
+
+
+def test_the_next_draft_is_measured_beside_the_champion_and_held_against_it(clone):
+    states = {check["metric"]: check["state"] for check in read(clone, "data/gate/verdict.json")["checks"]}
+    assert states["token_acceptance_difference"] == states["speedup_ratio"] == "not applicable"
+    champion = read(clone, "data/champion/metrics.json")
+    output = checked(["dvc", "exp", "run", *ANOTHER_DRAFT], clone)
+    assert executed(output) >= {"distill", "evaluate", "gate", "register", "report"}
+    metrics, checks = read(clone, "data/eval/metrics.json"), read(clone, "data/gate/verdict.json")["checks"]
+    named = ("model_name", "version", "fingerprint")
+    assert metrics["champion"] == {**{name: champion[name] for name in named}, "comparable": True}
+    assert metrics["draft_fingerprint"] != champion["fingerprint"] and metrics["skipped"] == {}
+    assert metrics["draft_lengths"]["champion"] == champion["metrics"]["settings"]["draft_length"]
+    shares = {
+        name: metrics["candidates"][name]["code"]["token_acceptance_trimmed_head"]["value"]
+        for name in ("distilled", "champion")
+    }
+    (held,) = [
+        check for check in checks if (check["metric"], check["domain"]) == ("token_acceptance_difference", "code")
+    ]
+    assert held["state"] == "passed" and held["value"] == pytest.approx(shares["distilled"] - shares["champion"])
+    assert [check["state"] for check in checks if check["metric"] == "speedup_ratio"] == ["passed"]
+    assert "Against the champion" in (clone / "data/report/index.html").read_text(encoding="utf-8")
 
 
 def test_a_failed_gate_registers_nothing_and_can_end_the_run(clone):
-    overrides = ["-S", "experiment=smoke", "-S", "gate.checks.0.threshold=1.01"]
+    overrides = [*ANOTHER_DRAFT, "-S", "gate.checks.0.threshold=1.01"]
     output = checked(["dvc", "exp", "run", *overrides], clone)
     assert "FAILED" in output.upper()
     receipt = read(clone, "data/registry/receipt.json")

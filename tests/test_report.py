@@ -140,6 +140,8 @@ def sample_metrics(domain="legal"):
             "dtype": "bfloat16",
             "device": "cpu",
         },
+        "draft_lengths": {"prompt_lookup": 6, "undistilled": 1, "distilled": 4, "champion": 3, "small sibling": 2},
+        "prompts": {"dev_prompts": "de00", "golden_prompts": "90de"},
         "candidates": sample_candidates(domain),
         **conditions(sample_candidates(domain)["distilled"]),
         "lossless": {
@@ -304,6 +306,21 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
     ):
         assert expected in text
     assert page_of(project).startswith("<!doctype html>")
+
+
+def test_the_page_says_what_the_stages_ran_on_where_that_is_known(project):
+    write_artifacts(project)
+    report.run(config())
+    assert "git commit" not in Text(page_of(project)).text
+    facts = {"stage": "distill", "git_commit": "0123456789abcdef", "started_unix_seconds": 0.0, "seconds": 991.4}
+    for name, more in (("distill", {}), ("gate", {"stage": "gate", "git_commit": None})):
+        provenance = {**facts, "peak_memory_bytes": 3 << 30, **more}
+        write_json(project / f"data/provenance/{name}.json", "domain-draft/provenance", 1, provenance)
+    report.run(config())
+    cells = Text(page_of(project)).cells
+    begins = cells.index("0123456789ab") - 1
+    assert cells[begins : begins + 5] == ["distill", "0123456789ab", "1970-01-01 00:00", "991.4 s", "3,072.0 MiB"]
+    assert "no git repository" in cells and "90de" in cells
 
 
 def test_the_champion_is_compared_where_there_is_one(project):

@@ -7,10 +7,9 @@ from typing import Any
 
 from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell
 from pipeline.core.gating import CANDIDATE
-from pipeline.core.metrics import METRICS, no_data
+from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, no_data
 from pipeline.core.report_page import domains, found, quantity, words
 
-SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
 LATENCY = (
     "ttft_seconds", "ttft_ratio", "latency_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds", "smoothness",
     "itl_jitter_seconds",
@@ -34,12 +33,12 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
-        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED),
+        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED_BRIEFLY),
         "temperatures": _row_table(
             metrics["by_temperature"],
             "temperature",
             "temperature",
-            (*ENGINES, "token_acceptance_trimmed_head", *SERVED[:2]),
+            (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:2]),
         ),
         "engines": _engine_table(metrics),
         "memory": _memory_table(metrics["memory"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,7 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
         "sources": _source_table(prompts),
         "definitions": _definition_table(),
         "settings": _settings_table(documents),
+        "stages": _stage_table(documents.stages),
         "machine": _facts_table(metrics["machine"]),
         **condition_tables(metrics),
     }
@@ -176,13 +178,13 @@ def _acceptance_table(metrics: dict[str, Any]) -> Table:
                     Cell(domain),
                     Cell(words(candidate)),
                     *(measure_cell(entry, "share") for entry in entries),
+                    number_cell(metrics["draft_lengths"][candidate], "tokens"),
                     measure_cell(length, "tokens per round"),
                     number_cell(entries[0]["count"], "tokens"),
                 ]
             )
-    k = metrics["settings"]["draft_length"]
     heads = ["token acceptance, trimmed head", "full head", "without looping answers"]
-    served = [f"acceptance rate at k = {k}", "mean acceptance length"]
+    served = ["acceptance rate", "at k", "mean acceptance length"]
     return Table(["domain", "candidate", *heads, *served, "golden answers"], rows)
 
 
@@ -275,7 +277,7 @@ def _lossless_sentences(metrics: dict[str, Any]) -> list[str]:
     lossless, settings = metrics["lossless"], metrics["settings"]
     if lossless["value"] is None:
         return [f"Not judged: {lossless['reason']}."]
-    if settings["dtype"] == "float32" and settings["temperature"] == 0:
+    if settings["temperature"] == 0 and "half_precision_departures" not in lossless:
         compared = "The timed float32 runs were compared token by token with plain decoding of the same prompts"
     else:
         compared = (
@@ -369,10 +371,25 @@ def _settings_table(documents: Documents) -> Table:
             "draft_fingerprint": draft["fingerprint"],
             "draft_dtype": draft["dtype"],
             **metrics["compatibility_key"],
+            **metrics["prompts"],
             "mlflow_run": documents.receipt["run_id"],
             "mlflow_store": documents.receipt["tracking_uri"],
         }
     )
+
+
+def _stage_table(stages: list[dict[str, Any]]) -> Table:
+    rows = [
+        [
+            Cell(stage["stage"]),
+            Cell((stage["git_commit"] or "no git repository")[:12]),
+            Cell(f"{datetime.datetime.fromtimestamp(stage['started_unix_seconds'], datetime.UTC):%Y-%m-%d %H:%M}"),
+            Cell(f"{stage['seconds']:,.1f} s"),
+            number_cell(stage["peak_memory_bytes"], "bytes"),
+        ]
+        for stage in stages
+    ]
+    return Table(["stage", "git commit", "began, UTC", "took", "peak memory"], rows)
 
 
 def _facts_table(facts: dict[str, Any]) -> Table:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeline.core.errors import PipelineError
-
-GIB = 1 << 30
+from pipeline.core.footprint import GIB
 
 
 class Passed(NamedTuple):

@@ -17,7 +17,15 @@ from transformers import PreTrainedModel
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
-from pipeline.core.conditions import by_batch, by_draft_length, by_temperature, dev_acceptance, pick, versus_champion
+from pipeline.core.conditions import (
+    by_batch,
+    by_draft_length,
+    by_temperature,
+    dev_acceptance,
+    own_draft_lengths,
+    pick,
+    versus_champion,
+)
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.drafters import Drafter, PromptLookupDrafter
@@ -47,7 +55,7 @@ from pipeline.core.evaluation_settings import (
 )
 from pipeline.core.experts import experts_touched
 from pipeline.core.memory import memory
-from pipeline.core.metrics import aggregate, expected_first_acceptance, no_data
+from pipeline.core.metrics import aggregate, expected_acceptance_by_position
 from pipeline.core.models import max_positions
 from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
@@ -74,10 +82,8 @@ def evaluate(
     config: EvaluateConfig,
     seed: int,
 ) -> Outcome:
-    """Measure the distilled draft beside all other candidates on golden prompts, in one engine and one run.
-
-    All candidates draft as many tokens as suits the distilled one.
-    """
+    """Measure the distilled draft beside all other candidates on golden prompts, in one engine and one run, each at the
+    draft length that suits it."""
     sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
     lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
     models = _fitting(models, [*dev, *golden], max(lengths), config)
@@ -91,15 +97,17 @@ def evaluate(
         **vars(sampling),
     )
     own_dev = [answer for answer in dev if answer.domain == models.domain]
-    by_position = dev_acceptance(packed, pick(own_dev, config.dev_prompts), settings, seed)
+    tuned = pick(own_dev, config.dev_prompts)
+    by_position = dev_acceptance(packed, tuned, settings, seed)
     chosen = decode.draft_length or cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
     settings = dataclasses.replace(settings, draft_length=chosen)
     timed, roster = _roster(models, golden, config)
-    engine = _engine(packed, settings, config)
+    chosen_for = own_draft_lengths(packed, tuned, settings, costs, decode, config)
+    engine = _engine(packed, settings, config, chosen_for)
     requests, plain = time_candidates(
         engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
     )
-    candidates = _candidates(requests, agreements, chosen, config, lambda row: row.domain)
+    candidates = _candidates(requests, agreements, chosen_for, config, lambda row: row.domain)
     for metrics in candidates[DISTILLED].values():
         metrics["predicted_speedup"] = _predictions(metrics, chosen, costs)
     own = [answer for answer in golden if answer.domain == models.domain]
@@ -108,14 +116,15 @@ def evaluate(
     metrics = {
         "domain": models.domain,
         "settings": _settings(models, decode, settings),
+        "draft_lengths": chosen_for,
         "candidates": candidates,
         "skipped": models.skipped,
-        "by_task": _candidates(requests, agreements, chosen, config, lambda row: f"{row.domain}, {row.task}"),
-        "by_prompt_length": _candidates(requests, agreements, chosen, config, _prompt_length),
+        "by_task": _candidates(requests, agreements, chosen_for, config, lambda row: f"{row.domain}, {row.task}"),
+        "by_prompt_length": _candidates(requests, agreements, chosen_for, config, _prompt_length),
         "by_draft_length": by_draft_length(packed, own_dev, by_position, costs, settings, config, seed),
         "by_batch": by_batch(packed, own, by_position, decode, settings, config, seed),
         "by_temperature": by_temperature(packed, own, settings, config, seed),
-        "versus_champion": versus_champion(requests, agreements, config.bootstrap_samples),
+        "versus_champion": versus_champion(requests, agreements, chosen_for, config.bootstrap_samples),
         "dev": dev_agreement,
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
@@ -193,14 +202,16 @@ def _distilled_agreement(
     )
 
 
-def _engine(models: Contestants, settings: DecodeConfig, config: EvaluateConfig, only: str | None = None) -> Engine:
-    """Plain decoding and all candidates (or `only` one) over the same target."""
+def _engine(
+    models: Contestants, settings: DecodeConfig, config: EvaluateConfig, draft_lengths: dict[str, int]
+) -> Engine:
+    """Plain decoding and the candidates of `draft_lengths`, each at its own, over the same target."""
     drafters: dict[str, Drafter] = {LOOKUP: PromptLookupDrafter(config.lookup_ngram)}
     drafters |= {name: models.drafter(name) for name in models.drafts}
     engine = Engine(models.target, settings)
     engine.add(PLAIN, None)
-    for name in [only] if only else drafters:
-        engine.add(name, drafters[name])
+    for name, k in draft_lengths.items():
+        engine.add(name, drafters[name], k)
     return engine
 
 
@@ -230,7 +241,7 @@ def _prompt_length(row: Request | Agreement) -> str:
 def _candidates(
     requests: list[Request],
     agreements: dict[str, list[Agreement]],
-    draft_length: int,
+    draft_lengths: dict[str, int],
     config: EvaluateConfig,
     group_of: Callable[[Request | Agreement], str],
 ) -> dict[str, dict[str, dict]]:
@@ -241,7 +252,7 @@ def _candidates(
         result[name] = {
             group: {
                 **agreement_metrics(rows, config.bootstrap_samples),
-                **served_metrics(served.get(group, []), draft_length, config.bootstrap_samples),
+                **served_metrics(served.get(group, []), draft_lengths[name], config.bootstrap_samples),
             }
             for group, rows in aggregate(found, group_of).items()
         }
@@ -271,24 +282,27 @@ def _lossless(
 ) -> dict[str, Any]:
     """Token by token against plain decoding, greedily and in float32.
 
-    Greedy float32 runs are compared as they were timed. Otherwise a subset is decoded again in float32, and departures of
-    greedy half-precision runs are judged by their float32 gap: one that is no near tie makes the result 0.
+    Greedy float32 runs are compared as they were timed. Otherwise a subset is decoded again in float32 (a quantised
+    target with the values that its weights stand for), and departures of greedy runs are judged by their float32 gap: one
+    that is no near tie makes the result 0.
     """
     greedy = settings.sampling.greedy
-    if greedy and models.target.dtype == torch.float32:
+    quantised = getattr(models.target, "is_quantized", False)
+    if greedy and models.target.dtype == torch.float32 and not quantised:
         return lossless_measure(requests)
-    if getattr(models.target, "is_quantized", False):
-        return {**no_data("a quantised target has no float32 form to compare in"), "departures": []}
     distilled = models.drafts[DISTILLED]
+    whole = copy.deepcopy(models.target)
+    if quantised:
+        whole = whole.dequantize(dtype=torch.float32)
     precise = dataclasses.replace(
         models,
-        target=decoding_view(copy.deepcopy(models.target).float()),
+        target=decoding_view(whole.float()),
         drafts={DISTILLED: dataclasses.replace(distilled, model=copy.deepcopy(distilled.model).float())},
     )
     subset = dataclasses.replace(
         settings, max_new_tokens=config.lossless_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
     )
-    engine = _engine(precise, subset, config, only=DISTILLED)
+    engine = _engine(precise, subset, config, {DISTILLED: subset.draft_length})
     checked, _ = time_candidates(
         engine, timed[: config.lossless_prompts], lambda _: [DISTILLED], seed, "lossless in float32"
     )
@@ -345,7 +359,9 @@ def served_gap(
 ) -> dict[str, float | None]:
     """How often the decoder accepted the first drafted token on the target domain, beside what teacher-forced agreement
     on the same prompts' golden answers predicts; `tokens` of each were decoded."""
-    predicted = expected_first_acceptance([row.overlaps[:tokens] for row in agreements], draft_length)
+    predicted = (
+        expected_acceptance_by_position([row.overlaps[:tokens] for row in agreements], draft_length) or [None]
+    )[0]
     served = (distilled.get(domain, {}).get("acceptance_by_position", {}).get("value") or [None])[0]
     gap = None if predicted is None or served is None else served - predicted
     return {"predicted_first_drafted_token": predicted, "first_drafted_token": served, "gap": gap}

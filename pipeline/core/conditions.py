@@ -19,17 +19,33 @@ from pipeline.core.evaluation import (
     Engine,
     Request,
     agreement_metrics,
+    lookup_agreement,
     served_metrics,
     teacher_forced,
     time_candidates,
     time_one,
 )
-from pipeline.core.evaluation_settings import CHAMPION, DISTILLED, PLAIN, Contestants, DecodeSettings, EvaluateConfig
-from pipeline.core.metrics import acceptance_by_position, aggregate, difference_measure, no_data, ratio_measure
+from pipeline.core.evaluation_settings import (
+    CHAMPION,
+    DISTILLED,
+    LOOKUP,
+    PLAIN,
+    Contestants,
+    DecodeSettings,
+    EvaluateConfig,
+)
+from pipeline.core.metrics import (
+    SERVED_BRIEFLY,
+    acceptance_by_position,
+    aggregate,
+    difference_measure,
+    expected_acceptance_by_position,
+    no_data,
+    ratio_measure,
+)
 
 CONTEXT_TOKENS, COST_REPEATS = 128, 3
 LOTS_OF_AN_INTERVAL = 5  # resampling fewer says little about what another lot would give
-SERVED = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")
 
 
 def pick(answers: list[Answer], count: int) -> list[Answer]:
@@ -45,6 +61,53 @@ def dev_acceptance(models: Contestants, dev: list[Answer], settings: DecodeConfi
         rounds = time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
         sequences.append([(block.accepted, block.drafted) for block in rounds])
     return acceptance_by_position(sequences, settings.draft_length)
+
+
+def own_draft_lengths(
+    models: Contestants,
+    dev: list[Answer],
+    settings: DecodeConfig,
+    costs: cost_model.Costs,
+    decode: DecodeSettings,
+    config: EvaluateConfig,
+) -> dict[str, int]:
+    """The k of every candidate, so that each is shown at its best.
+
+    The distilled draft has that of `settings`, and the champion the one that it is served with. The others have the
+    configured one, or the best by their own costs and what their teacher-forced agreement on `dev` predicts.
+    """
+    chosen = {DISTILLED: settings.draft_length}
+    for name in (LOOKUP, *models.drafts):
+        served = models.drafts[name].draft_length if name in models.drafts else None
+        if name == DISTILLED:
+            continue
+        if served or decode.draft_length or not dev:
+            chosen[name] = min(served or settings.draft_length, config.max_new_tokens)
+        else:
+            expected, own = _expected(models, name, dev, settings, costs, config)
+            chosen[name] = cost_model.best_draft_length(expected or [0.0], config.draft_lengths, own)
+    return chosen
+
+
+def _expected(
+    models: Contestants,
+    name: str,
+    dev: list[Answer],
+    settings: DecodeConfig,
+    costs: cost_model.Costs,
+    config: EvaluateConfig,
+) -> tuple[list[float] | None, cost_model.Costs]:
+    """Predicted acceptance by position of a candidate that was not decoded, and its costs beside the target's of `costs`."""
+    if name == LOOKUP:
+        agreed, step = lookup_agreement(dev, config.lookup_ngram), 0.0
+    else:
+        common = (dev, models.vocabulary, settings.sampling, config.tokens_per_forward)
+        agreed = teacher_forced(models.drafter(name), models.target, *common)
+        lengths = [max(config.draft_lengths)]
+        measured = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS)
+        step = measured.draft_step_seconds
+    expected = expected_acceptance_by_position([row.overlaps for row in agreed], max(config.draft_lengths))
+    return expected, dataclasses.replace(costs, draft_step_seconds=step)
 
 
 def by_draft_length(
@@ -96,13 +159,13 @@ def _timed(
 ) -> dict[str, dict]:
     """The served metrics of the distilled draft on `prompts`."""
     if not prompts:
-        return dict.fromkeys(SERVED, no_data("not timed"))
+        return dict.fromkeys(SERVED_BRIEFLY, no_data("not timed"))
     engine = Engine(models.target, settings)
     engine.add(PLAIN, None)
     engine.add(DISTILLED, models.drafter())
     requests, _ = time_candidates(engine, prompts, lambda _: [DISTILLED], seed, title)
     found = served_metrics(requests, settings.draft_length, config.bootstrap_samples)
-    return {name: found[name] for name in SERVED}
+    return {name: found[name] for name in SERVED_BRIEFLY}
 
 
 def by_batch(
@@ -128,7 +191,12 @@ def by_batch(
             few = f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
             nothing = no_data("no acceptance on dev to choose k by" if lots else few)
             rows.append(
-                {"batch": size, "draft_length": None, "predicted_speedup": None, **dict.fromkeys(SERVED, nothing)}
+                {
+                    "batch": size,
+                    "draft_length": None,
+                    "predicted_speedup": None,
+                    **dict.fromkeys(SERVED_BRIEFLY, nothing),
+                }
             )
             continue
         costs = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, rows=size)
@@ -183,14 +251,16 @@ def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> list:
 
 
 def versus_champion(
-    requests: list[Request], agreements: dict[str, list[Agreement]], samples: int
+    requests: list[Request], agreements: dict[str, list[Agreement]], draft_lengths: dict[str, int], samples: int
 ) -> dict[str, dict[str, dict]] | None:
     """domain (and "all") -> the distilled draft against the champion, paired by prompt; None without a champion.
 
     token_acceptance_difference and acceptance_rate_difference are ours - theirs; speedup_ratio is their seconds / ours.
+    Acceptance rates at different k say little and are not compared.
     """
     if CHAMPION not in agreements:
         return None
+    same_k = draft_lengths[DISTILLED] == draft_lengths[CHAMPION]
     served = {name: [row for row in requests if row.candidate == name] for name in (DISTILLED, CHAMPION)}
     by_domain = {
         name: (aggregate(agreements[name], _domain), aggregate(served[name], _domain)) for name in (DISTILLED, CHAMPION)
@@ -199,7 +269,7 @@ def versus_champion(
     return {
         domain: {
             **_agreement_difference(ours[0][domain], theirs[0][domain], samples),
-            **_served_difference(ours[1].get(domain, []), theirs[1].get(domain, []), samples),
+            **_served_difference(ours[1].get(domain, []), theirs[1].get(domain, []), same_k, samples),
         }
         for domain in ours[0]
     }
@@ -215,11 +285,13 @@ def _agreement_difference(ours: list[Agreement], theirs: list[Agreement], sample
     return {"token_acceptance_difference": difference_measure(*pairs, [row.cluster for row in ours], samples)}
 
 
-def _served_difference(ours: list[Request], theirs: list[Request], samples: int) -> dict[str, dict]:
+def _served_difference(ours: list[Request], theirs: list[Request], same_k: bool, samples: int) -> dict[str, dict]:
     """Of requests of the same prompts in the same order."""
     clusters = [row.cluster for row in ours]
     pairs = [([sum(row.accepted) for row in rows], [sum(row.drafted) for row in rows]) for rows in (ours, theirs)]
     return {
-        "acceptance_rate_difference": difference_measure(*pairs, clusters, samples),
+        "acceptance_rate_difference": difference_measure(*pairs, clusters, samples)
+        if same_k
+        else no_data("they draft at different k"),
         "speedup_ratio": ratio_measure([r.seconds for r in theirs], [r.seconds for r in ours], clusters, samples),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,8 +86,10 @@ class Engine:
     config: DecodeConfig
     decoders: dict[str, Decoder] = field(default_factory=dict)
 
-    def add(self, name: str, drafter: PreTrainedModel | Drafter | None) -> None:
-        self.decoders[name] = Decoder(self.target, drafter, self.config)
+    def add(self, name: str, drafter: PreTrainedModel | Drafter | None, draft_length: int | None = None) -> None:
+        """Without a `draft_length` of its own a candidate drafts as many tokens as `config` says."""
+        config = dataclasses.replace(self.config, draft_length=draft_length or self.config.draft_length)
+        self.decoders[name] = Decoder(self.target, drafter, config)
 
 
 def time_candidates(

@@ -91,6 +91,7 @@ class Draft:
 
     model: PreTrainedModel
     token_ids: list[int]
+    draft_length: int | None = None  # k at which it is served already; None: still to be chosen
 
 
 @dataclass
@@ -103,6 +104,7 @@ class Contestants:
     vocabulary: range
     domain: str
     skipped: dict[str, str] = field(default_factory=dict)  # candidates that do not take part, and why
+    comparable: bool = True  # a champion that does not take part is another draft for the same target and template
 
     def drafter(self, name: str = DISTILLED) -> ModelDrafter:
         """One of the drafts as it is served."""

@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
     from pipeline.core.evaluation_settings import EvaluateConfig
     from pipeline.core.training import DistillConfig
 
+GIB = 1 << 30
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
 LOSS_COPIES = 6  # of the logits, alive together at the peak
 SPEED_SECONDS = 0.3  # spent on one measurement of matrix products

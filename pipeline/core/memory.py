@@ -11,10 +11,8 @@ from transformers import PreTrainedModel
 from pipeline.core.answers import Answer
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.evaluation_settings import DISTILLED, Contestants
-from pipeline.core.footprint import kv_cache_bytes
+from pipeline.core.footprint import GIB, kv_cache_bytes
 from pipeline.core.metrics import measure, no_data
-
-GIB = 1 << 30
 
 
 def memory(

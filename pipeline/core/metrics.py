@@ -71,6 +71,7 @@ METRICS = {
     "speedup_ratio": Metric("ratio", True, "the champion's seconds / this draft's, paired by prompt"),
     "lossless": Metric("share", True, "prompts whose speculative tokens equal the plain ones in float32"),
 }
+SERVED_BRIEFLY = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")  # of a side table
 
 
 def measure(
@@ -159,26 +160,31 @@ def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft
     return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]
 
 
-def expected_first_acceptance(overlaps: Sequence[Sequence[float]], draft_length: int) -> float | None:
-    """Share of rounds whose first drafted token is accepted, as teacher-forced agreement predicts it.
+def expected_acceptance_by_position(overlaps: Sequence[Sequence[float]], draft_length: int) -> list[float] | None:
+    """Share of rounds in which drafted position i is accepted, unconditional, for i = 1 .. k, as teacher-forced agreement
+    predicts it; None where no answer has a round.
 
     `overlaps`: sum(min(p, q)) at every position of each answer; 0 or 1 greedily. Hard stretches of a text begin more
-    rounds than easy ones, so this is usually lower than the mean overlap. An answer's first token comes from the prefill.
+    rounds than easy ones, so the first is usually lower than the mean overlap. An answer's first token comes from the
+    prefill; positions after its end count in no round.
     """
-    rounds = accepted = 0.0
+    rounds, accepted = np.zeros(draft_length), np.zeros(draft_length)
     for overlap in overlaps:
         begins = np.zeros(len(overlap) + draft_length + 2)
         begins[1] = 1.0
         for start in range(1, len(overlap)):
             kept = float(begins[start])
-            rounds += kept
-            accepted += kept * float(overlap[start])
-            for position in range(start, start + draft_length):
-                share = overlap[position] if position < len(overlap) else 0.0
+            for index, position in enumerate(range(start, start + draft_length)):
+                inside = position < len(overlap)
+                share = float(overlap[position]) if inside else 0.0
+                rounds[index] += begins[start] if inside else 0.0
                 begins[position + 1] += kept * (1 - share)
                 kept *= share
+                accepted[index] += kept
             begins[start + draft_length + 1] += kept
-    return accepted / rounds if rounds > 0 else None
+    counted = [(share, total) for share, total in zip(accepted, rounds) if total > 0]
+    shares = [float(share / total) for share, total in counted]
+    return [*shares, *[0.0] * (draft_length - len(shares))] if shares else None
 
 
 def aggregate(rows: Sequence[Any], key: Callable[[Any], str]) -> dict[str, list[Any]]:

@@ -18,6 +18,7 @@ CHAMPION, PREVIOUS = "champion", "previous"  # aliases of the version that is se
 # Where these differ between two evaluations, their figures compare loosely.
 CONDITIONS = {
     "settings": ("temperature", "top_k", "top_p", "min_p", "max_new_tokens", "dtype", "device"),
+    "prompts": ("golden_prompts",),
     "machine": ("processor", "threads", "accelerator"),
 }
 

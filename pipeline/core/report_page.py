@@ -52,6 +52,7 @@ class Documents:
     verdict: dict[str, Any]
     receipt: dict[str, Any]
     roi: dict[str, Any]  # see `pipeline.core.roi.roi`
+    stages: list[dict[str, Any]]  # domain-draft/provenance of the stages, as far as it came with the artifacts
 
 
 def quantity(value: float, unit: str) -> str:

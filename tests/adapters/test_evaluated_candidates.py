@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from test_drafts import build_project, store  # noqa: F401 - a fixture
+from tiny_projects import build_project, fresh_registry, register
 
 from pipeline import evaluate, stage
 from pipeline.adapters.drafts import initial_draft, read_draft_facts, save_draft
@@ -16,11 +16,11 @@ from pipeline.core.evaluation_settings import Sibling
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory, store):  # noqa: F811
+def project(tmp_path_factory):
     root = tmp_path_factory.mktemp("evaluated")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "PROJECT_ROOT", root)
-        made = build_project(root, 272, 264, True, store)
+        made = build_project(root, 272, 264, True, fresh_registry(root))
         start = made.start("pruned")
         draft = initial_draft(start, made.target, root)
         save_draft(root / "data/draft", draft, made.target, list(range(50)), start)
@@ -33,7 +33,7 @@ def taking_part(project, *siblings: Sibling):
     settings = dataclasses.replace(config.evaluate, siblings=list(siblings))
     config = dataclasses.replace(config, target=project.target.config, draft=project.start("pruned"), evaluate=settings)
     made = read_draft_facts(project.root / "data/draft")
-    return evaluate.contestants(config, project.target, made, "legal", evaluate._champion_facts())
+    return evaluate.contestants(config, project.target, made, "legal", stage.read_champion())
 
 
 def promoted(project, **changes) -> None:
@@ -46,6 +46,7 @@ def promoted(project, **changes) -> None:
         "version": version,
         "fingerprint": fingerprint,
         "tracking_uri": project.store.uri,
+        "metrics": {"settings": {"draft_length": 4}},
     }
     path = project.root / "data/champion/metrics.json"
     path.parent.mkdir(exist_ok=True)
@@ -66,19 +67,33 @@ def test_the_champion_takes_part_unless_it_is_this_draft_or_out_of_reach(project
     promoted(project)
     found = taking_part(project)
     assert list(found.drafts) == ["undistilled", "distilled", "champion"] and found.skipped == {}
-    assert found.drafts["champion"].token_ids == [0, 2, 5]
+    assert found.drafts["champion"].token_ids == [0, 2, 5] and found.drafts["champion"].draft_length == 4
     own = read_draft_facts(project.root / "data/draft")["fingerprint"]
     promoted(project, fingerprint=own)
     assert taking_part(project).skipped == {"champion": "the champion is this very draft"}
     promoted(project, compatibility_key={**project.target.compatibility_key, "target": "another"})
     assert taking_part(project).skipped == {"champion": "the champion drafts for another target"}
-    promoted(project, version="99")
-    assert "models:/" in taking_part(project).skipped["champion"]
-    promoted(project, tracking_uri="http://127.0.0.1:9")
-    assert "127.0.0.1:9" in taking_part(project).skipped["champion"]
+    assert not taking_part(project).comparable
+    for unreachable in ({"version": "99"}, {"tracking_uri": "http://127.0.0.1:9"}):
+        promoted(project, **unreachable)
+        found = taking_part(project)
+        assert found.comparable, "it is another draft for the same target, and its absence a fault"
+        assert ("models:/" if "version" in unreachable else "127.0.0.1:9") in found.skipped["champion"]
     (project.root / "data/champion/metrics.json").unlink()
 
 
 def test_all_drafts_are_of_the_saved_dtype(project):
     found = taking_part(project, Sibling("small", "models/sibling"))
     assert {draft.model.dtype for draft in found.drafts.values()} == {torch.float32}
+
+
+def test_a_champion_of_another_template_is_no_champion_to_compare_with(project, monkeypatch):
+    """The gate's rules against the champion then do not apply, instead of failing every draft from now on."""
+    with monkeypatch.context() as patch:
+        patch.setattr(project.target, "template", "0123456789abcdef")
+        register(project, initial_draft(project.start("pretrained"), project.target, project.root))
+    promoted(project)
+    found = taking_part(project)
+    assert found.skipped == {"champion": "the champion was distilled under another chat template"}
+    assert not found.comparable
+    (project.root / "data/champion/metrics.json").unlink()

@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from pipeline.core import evaluation
 from pipeline.core.answers import Answer
 from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
+from pipeline.core.conditions import own_draft_lengths
+from pipeline.core.cost_model import Costs
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
@@ -107,6 +110,56 @@ def test_other_conditions_are_rows_of_their_own(pair):
     memory = metrics["memory"]
     assert memory["target_weight_bytes"] == sum(p.numel() * 4 for p in target.parameters())
     assert 0 < memory["draft_share"] < 1 and memory["peak_bytes"] > memory["target_weight_bytes"]
+
+
+def test_every_candidate_drafts_at_the_length_that_suits_it(pair):
+    """The champion at the one that it is served with; acceptance rates at different lengths are not compared."""
+    target, draft = pair
+    golden = answers(target, 5, "legal")
+    models = contestants(target, draft)
+    models.drafts["champion"] = Draft(noisy_copy(target, 0.05), list(range(100)), draft_length=4)
+    config = dataclasses.replace(CONFIG, draft_lengths=[2, 3])
+    outcome = evaluate(models, golden[:3], golden, DecodeSettings(), config, seed=0)
+    lengths, own = outcome.metrics["draft_lengths"], outcome.metrics["settings"]["draft_length"]
+    assert lengths["distilled"] == own and lengths["champion"] == 4
+    assert lengths["undistilled"] == 2, "a draft that guesses nothing drafts as little as it may"
+    longest = {name: max(max(r.drafted) for r in outcome.requests if r.candidate == name) for name in lengths}
+    assert longest["champion"] == 4 and longest["undistilled"] == 2 and longest["distilled"] == own
+    assert outcome.metrics["candidates"]["champion"]["legal"]["acceptance_rate"]["draft_length"] == 4
+    versus = outcome.metrics["versus_champion"]["legal"]
+    assert versus["acceptance_rate_difference"]["reason"] == "they draft at different k"
+    assert versus["speedup_ratio"]["value"] > 0
+    configured = evaluate(models, golden[:3], golden, DecodeSettings(draft_length=1), CONFIG, seed=0).metrics
+    assert configured["draft_lengths"] == {"prompt_lookup": 1, "undistilled": 1, "distilled": 1, "champion": 4}
+
+
+def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
+    """Its copies cost no pass of a model, so that only the target's longer passes speak against a long one."""
+    target, draft = pair
+    repeating = [
+        dataclasses.replace(answer, answer_ids=np.array([7, 8, 9] * 4, np.int32))
+        for answer in answers(target, 2, "legal")
+    ]
+    models, config = contestants(target, draft), dataclasses.replace(CONFIG, draft_lengths=[1, 5])
+    costs = Costs(0.9, {0: 1.0, 1: 1.0, 5: 1.1})
+    settings = DecodeConfig(draft_length=1, max_new_tokens=12, allowed_token_ids=range(100))
+    found = own_draft_lengths(models, repeating, settings, costs, DecodeSettings(), config)
+    assert found["prompt_lookup"] == 5 and found["distilled"] == 1
+
+
+@pytest.mark.parametrize("quantization", ["load_in_4bit", "load_in_8bit"])
+def test_a_quantised_target_is_compared_with_what_its_weights_stand_for(pair, tmp_path, quantization):
+    target, draft = pair
+    target.save_pretrained(tmp_path)
+    settings = BitsAndBytesConfig(**{quantization: True})
+    small = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings, device_map="cpu").eval()
+    golden = answers(small, 3, "legal")
+    metrics = evaluate(
+        contestants(small, draft), golden[:2], golden, DecodeSettings(draft_length=2), CONFIG, seed=0
+    ).metrics
+    assert metrics["lossless"]["departures"] == [] and metrics["lossless"]["count"] == 2
+    assert all(departure["legal"] for departure in metrics["lossless"]["half_precision_departures"])
+    assert metrics["lossless"]["value"] == 1.0
 
 
 def test_a_sibling_with_too_short_a_context_is_skipped_and_the_draft_itself_refused(pair):

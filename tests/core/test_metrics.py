@@ -8,7 +8,7 @@ from pipeline.core.metrics import (
     acceptance_by_position,
     aggregate,
     difference_measure,
-    expected_first_acceptance,
+    expected_acceptance_by_position,
     ratio,
     ratio_measure,
 )
@@ -45,23 +45,27 @@ def test_acceptance_by_position_is_unconditional_and_leaves_out_what_the_end_cut
 
 
 @pytest.mark.parametrize("draft_length", [1, 2, 5])
-def test_expected_first_acceptance_is_what_rounds_over_the_answers_give(draft_length):
+def test_expected_acceptance_is_what_rounds_over_the_answers_give(draft_length):
+    """By position, over the rounds that reach it before their answer ends."""
     rng = np.random.default_rng(draft_length)
     answers = [(rng.random(40) < 0.6).astype(float).tolist() for _ in range(20)]
-    firsts = []
+    runs = []
     for agreed in answers:
         position = 1
         while position < len(agreed):
             block = [*agreed[position : position + draft_length], 0.0]
             run = block.index(0.0)
-            firsts.append(run > 0)
+            runs.append((run, len(agreed) - position))
             position += run + 1
-    found = expected_first_acceptance(answers, draft_length)
-    assert found == pytest.approx(np.mean(firsts))
-    runs = [[1.0, *[1.0] * 8, *[0.0] * 8]]
-    assert expected_first_acceptance(runs, draft_length) < np.mean(runs), "hard stretches begin more rounds"
-    assert expected_first_acceptance([[0.3, 0.5, 0.5]], 1) == pytest.approx(0.5)
-    assert expected_first_acceptance([[1.0]], 3) is None
+    found = expected_acceptance_by_position(answers, draft_length)
+    for index in range(draft_length):
+        assert found[index] == pytest.approx(np.mean([run > index for run, left in runs if left > index]))
+    uneven = [[1.0, *[1.0] * 8, *[0.0] * 8]]
+    first = expected_acceptance_by_position(uneven, draft_length)[0]
+    assert first < np.mean(uneven), "hard stretches begin more rounds"
+    assert expected_acceptance_by_position([[0.3, 0.5, 0.5]], 2) == pytest.approx([0.5, 0.25])
+    assert expected_acceptance_by_position([[1.0, 1.0]], 3) == [1.0, 0.0, 0.0]
+    assert expected_acceptance_by_position([[1.0]], 3) is None
 
 
 def test_agreement_leaves_loops_out_and_says_why_there_is_nothing():

@@ -65,6 +65,11 @@ def test_what_was_not_measured_has_no_value():
 def test_other_conditions_are_named():
     other = recorded(processor="b")
     other.metrics["settings"]["temperature"] = 0.7
-    assert other_conditions(other, CHAMPION) == ["temperature 0.7 against 0.0", "processor 'b' against 'a'"]
+    other.metrics["prompts"] = {"golden_prompts": "c0ffee"}
+    assert other_conditions(other, CHAMPION) == [
+        "temperature 0.7 against 0.0",
+        "golden_prompts 'c0ffee' against 'abcdef'",
+        "processor 'b' against 'a'",
+    ]
     del other.metrics["machine"]
     assert "processor None against 'a'" in other_conditions(other, CHAMPION)
