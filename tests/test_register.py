@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from mlflow import MlflowClient
 from tokenizers import Tokenizer, models
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from pipeline import register, stage
+from pipeline import gate, register, stage
 from pipeline.adapters.mlflow_registry import MlflowStore
 from pipeline.adapters.mlflow_store import resolve_tracking_uri
 from pipeline.core.artifacts import fingerprint_files, read_json, write_json
@@ -262,6 +263,26 @@ def test_a_failed_gate_registers_nothing(project, store, capsys):
     assert store.version_by_alias("failing", "candidate") is None
     assert [item for item in store.client.search_registered_models() if item.name == "failing"] == []
     register.run(config("failing"))  # a receipt without a version is no obstacle
+
+
+def test_the_target_as_its_own_draft_agrees_always_saves_nothing_and_is_not_registered(project, store):
+    """Acceptance alone would take it: the rules on speed and memory of the default gate refuse it."""
+    one = {"value": 1.0, "interval": [1.0, 1.0], "count": 24, "reason": None}
+    slower = {**one, "value": 0.85, "interval": [0.82, 0.88]}
+    accepted = ("token_acceptance_trimmed_head", "token_acceptance_without_loops", "acceptance_rate")
+    measures = {**dict.fromkeys((*accepted, "ttft_ratio", "smoothness"), one), "speedup": slower}
+    metrics = read_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1)
+    metrics |= {"candidates": {"distilled": {"legal": measures}}, "memory": {"draft_share": 0.5}, "champion": None}
+    write_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        gate.run(stage.typed_config(compose("config"), gate.Config))
+    checks = read_json(project / "data/gate/verdict.json", "domain-draft/verdict", 1)["checks"]
+    states = {check["metric"]: check["state"] for check in checks}
+    assert [states[name] for name in accepted] == ["passed"] * 3
+    assert {name for name, state in states.items() if state == "failed"} == {"speedup", "draft_share"}
+    register.run(config("own-target"))
+    assert not receipt(project)["registered"] and "speedup" in receipt(project)["reason"]
+    assert store.version_by_alias("own-target", "candidate") is None
 
 
 def test_a_receipt_that_the_store_lacks_stops_at_once(project, store):
