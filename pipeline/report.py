@@ -72,7 +72,7 @@ def _read_documents(sheet: RoiConfig) -> Documents:
         verdict=read_json(input_path("data/gate/verdict.json"), "domain-draft/verdict", 1),
         receipt=read_json(input_path("data/registry/receipt.json"), "domain-draft/receipt", 1),
         roi=roi(sheet, metrics),
-        stages=[found for name in STAGES if (found := read_provenance(name))],
+        commits={name: commit for name in STAGES if (commit := (read_provenance(name) or {}).get("git_commit"))},
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -91,7 +90,6 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
         "sources": _source_table(prompts),
         "definitions": _definition_table(),
         "settings": _settings_table(documents),
-        "stages": _stage_table(documents.stages),
         "machine": _facts_table(metrics["machine"]),
         **condition_tables(metrics),
     }
@@ -372,24 +370,11 @@ def _settings_table(documents: Documents) -> Table:
             "draft_dtype": draft["dtype"],
             **metrics["compatibility_key"],
             **metrics["prompts"],
+            **{f"git_commit_of_{name}": commit for name, commit in documents.commits.items()},
             "mlflow_run": documents.receipt["run_id"],
             "mlflow_store": documents.receipt["tracking_uri"],
         }
     )
-
-
-def _stage_table(stages: list[dict[str, Any]]) -> Table:
-    rows = [
-        [
-            Cell(stage["stage"]),
-            Cell((stage["git_commit"] or "no git repository")[:12]),
-            Cell(f"{datetime.datetime.fromtimestamp(stage['started_unix_seconds'], datetime.UTC):%Y-%m-%d %H:%M}"),
-            Cell(f"{stage['seconds']:,.1f} s"),
-            number_cell(stage["peak_memory_bytes"], "bytes"),
-        ]
-        for stage in stages
-    ]
-    return Table(["stage", "git commit", "began, UTC", "took", "peak memory"], rows)
 
 
 def _facts_table(facts: dict[str, Any]) -> Table:

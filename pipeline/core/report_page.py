@@ -52,7 +52,7 @@ class Documents:
     verdict: dict[str, Any]
     receipt: dict[str, Any]
     roi: dict[str, Any]  # see `pipeline.core.roi.roi`
-    stages: list[dict[str, Any]]  # domain-draft/provenance of the stages, as far as it came with the artifacts
+    commits: dict[str, str]  # stage -> git commit of the code that it ran, as far as that is known
 
 
 def quantity(value: float, unit: str) -> str:
