@@ -109,7 +109,7 @@ def contestants(
     distilled, head = load_draft(input_path("data/draft"), target)
     undistilled = cast_parameters(initial_draft(start, target, root, config.seed), distilled.dtype)
     drafts: dict[str, Draft] = {}
-    skipped: dict[str, str] = {}
+    skipped = {} if config.evaluate.siblings else {"siblings": "none are named in evaluate.siblings"}
     for sibling in config.evaluate.siblings:
         try:
             drafts[sibling.name] = _sibling(sibling, target, made["dtype"])

@@ -67,7 +67,7 @@ def acceptance() -> pd.DataFrame:
 def acceptance_by_round_position(candidate: str = DISTILLED) -> pd.DataFrame:
     """Share of rounds in which the i-th drafted token was accepted: one row per position, one column per domain."""
     rounds = pd.read_parquet(input_path("data/eval/rounds.parquet"))
-    length = metrics()["settings"]["draft_length"]
+    length = metrics()["draft_lengths"][candidate]
     columns = {}
     for domain, rows in rounds[rounds["candidate"] == candidate].groupby("domain"):
         sequences = [list(zip(own["accepted"], own["drafted"])) for _, own in rows.groupby("prompt_id", sort=False)]

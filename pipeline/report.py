@@ -27,6 +27,7 @@ from pipeline.stage import execute, input_path, output_path, read_provenance
 STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register")
 PLOT_COLUMNS = {
     "history": ("step", "tokens", "loss", "dev_token_acceptance"),
+    "token_acceptance": ("domain", "token_acceptance", "lower", "upper"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
     "draft_lengths": ("draft_length", "predicted_speedup", "speedup"),

@@ -84,7 +84,7 @@ def _figures(metrics: dict[str, Any]) -> list[list[str]]:
     ]
     return [
         ["plain decoding", ", ".join(speeds)],
-        ["lossless", f"{measured(lossless, 'share')}, {lossless['count']} decoded prompts compared"],
+        ["lossless", f"{measured(lossless, 'share')}, {lossless['count']} decoded answers compared"],
     ]
 
 

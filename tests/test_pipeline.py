@@ -75,8 +75,22 @@ def test_a_second_run_has_nothing_to_do(clone):
 
 
 def test_dvc_shows_metrics_and_plots(clone):
-    assert "token_acceptance_trimmed_head_legal" in checked(["dvc", "metrics", "show", "--json"], clone)
-    checked(["dvc", "plots", "show", "-o", "plots"], clone)
+    shown = json.loads(run(["dvc", "metrics", "show", "--json"], clone).stdout)[""]["data"]
+    found = shown["data/eval/summary.json"]["data"]
+    assert found == {**read(clone, "data/eval/summary.json")}
+    checked(["git", "add", "-f", "data/eval/summary.json", "dvc.lock"], clone)
+    checked(["git", "-c", "user.name=t", "-c", "user.email=t@t", "commit", "-qm", "evaluated"], clone)
+    path = clone / "data/eval/summary.json"
+    before = path.read_text(encoding="utf-8")
+    path.write_text(json.dumps({**found, "speedup_legal": found["speedup_legal"] + 0.25}), encoding="utf-8")
+    compared = json.loads(run(["dvc", "metrics", "diff", "--json"], clone).stdout)["diff"]
+    path.write_text(before, encoding="utf-8")
+    (change,) = [item for names in compared.values() for name, item in names.items() if name == "speedup_legal"]
+    assert change["diff"] == pytest.approx(0.25)
+    page = checked(["dvc", "plots", "show", "-o", "plots"], clone) and (clone / "plots/index.html")
+    text = page.read_text(encoding="utf-8")
+    for title in yaml.safe_load((clone / "dvc.yaml").read_text(encoding="utf-8"))["plots"]:
+        assert next(iter(title)) in text
 
 
 def test_an_override_reaches_the_code_and_reruns_what_depends_on_it(clone):
@@ -167,7 +181,7 @@ def test_the_next_draft_is_measured_beside_the_champion_and_held_against_it(clon
     metrics, checks = read(clone, "data/eval/metrics.json"), read(clone, "data/gate/verdict.json")["checks"]
     named = ("model_name", "version", "fingerprint")
     assert metrics["champion"] == {**{name: champion[name] for name in named}, "comparable": True}
-    assert metrics["draft_fingerprint"] != champion["fingerprint"] and metrics["skipped"] == {}
+    assert metrics["draft_fingerprint"] != champion["fingerprint"] and "champion" not in metrics["skipped"]
     assert metrics["draft_lengths"]["champion"] == champion["metrics"]["settings"]["draft_length"]
     shares = {
         name: metrics["candidates"][name]["code"]["token_acceptance_trimmed_head"]["value"]

@@ -282,6 +282,7 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
         "19.2 tokens/s",
         "cost ratio c = 0.152",
         "v(4) = 1.13",
+        "a gap of +0.090",
         "2.05×",
         "is optimistic",
         "81.0 ms",
@@ -306,6 +307,16 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
     ):
         assert expected in text
     assert page_of(project).startswith("<!doctype html>")
+
+
+def test_what_was_not_timed_at_other_draft_lengths_is_called_predicted(project):
+    metrics = sample_metrics()
+    for row in metrics["by_draft_length"]:
+        row["speedup"] = missing("not timed")
+    write_artifacts(project, metrics)
+    report.run(config())
+    text = Text(page_of(project)).text
+    assert "predicted on dev" in text and "measured on dev" not in text
 
 
 def test_the_page_names_the_code_and_the_prompts_it_rests_on(project):

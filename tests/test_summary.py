@@ -59,7 +59,7 @@ def test_a_registered_draft(project, store, capsys):
     assert rows["legal"] == ["62.1 % (60.1–64.1 %)", "7.1 % (5.1–9.1 %)", "21.4 % (19.4–23.4 %)"]
     assert rows["speedup (legal)"][0] == "1.41× (1.35–1.47×)"
     assert rows["plain decoding"][0] == "ours 23.1 tokens/s, transformers 19.2 tokens/s"
-    assert rows["lossless"][0] == "100.0 %, 8 decoded prompts compared"
+    assert rows["lossless"][0] == "100.0 %, 8 decoded answers compared"
     assert rows["money (legal service, batch 8)"][0].startswith("saves 1,200 (1,083–1,308) EUR a month, 30.0 %")
     assert rows["gate 'default'"][0] == "passed, 3 of 5 checks met"
     assert rows["model"][0] == "registered as tiny-legal-draft version 3 (@candidate)"

@@ -16,8 +16,8 @@ LATENCY = (
 )  # fmt: skip
 ENGINES = {
     "token_acceptance_full_head": "draws from both distributions, sum min(p, q): vLLM, probabilistic drafts",
-    "token_acceptance_greedy_draft": "draft greedy, p(argmax q): vLLM's default",
-    "token_acceptance_exact_match": "both sample, tokens must be equal, sum p q: llama.cpp, MLX",
+    "token_acceptance_greedy_draft": "draft greedy, p(argmax q): vLLM's default, llama.cpp",
+    "token_acceptance_exact_match": "both sample, tokens must be equal, sum p q: MLX",
 }
 GROUPED = ("token_acceptance_trimmed_head", "acceptance_rate", "mean_acceptance_length", "speedup", "latency_seconds")
 DIFFERENCES = {
@@ -38,7 +38,7 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
             metrics["by_temperature"],
             "temperature",
             "temperature",
-            (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:2]),
+            (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3]),
         ),
         "engines": _engine_table(metrics),
         "memory": _memory_table(metrics["memory"]),

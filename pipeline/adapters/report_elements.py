@@ -60,10 +60,11 @@ class Lines:
 
 
 def measure_cell(entry: dict[str, Any], unit: str, note: str = "") -> Cell:
-    """A measure of metrics.json: its value with the interval or `note` under it, or why there is none."""
+    """A measure of metrics.json: its value with the interval and `note` under it, or why there is none."""
     if entry["value"] is None:
         return Cell(entry["reason"], kind="missing")
-    return Cell(quantity(entry["value"], unit), note or span(entry["interval"], unit), "number")
+    under = [text for text in (span(entry["interval"], unit), note) if text]
+    return Cell(quantity(entry["value"], unit), "; ".join(under), "number")
 
 
 def number_cell(value: float, unit: str) -> Cell:

@@ -68,7 +68,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "cost_sentence": _cost_sentence(documents.metrics),
         "reference_sentence": _reference_sentence(documents.metrics["reference"]),
         **condition_sentences(documents.metrics),
-        "money_sentence": _money_sentence(documents.roi),
+        "money_sentence": _money_sentence(documents),
         "tables": _tables(documents, plots),
         "charts": _charts(documents.metrics, plots),
     }
@@ -133,7 +133,7 @@ def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
         (f"token acceptance on {domain}", measure_cell(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")),
         (f"speedup on {domain}", measure_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio")),
         ("draft length k", Cell(str(settings["draft_length"]), chosen[settings["draft_length_chosen_on"]])),
-        ("lossless", measure_cell(lossless, "share", f"of {lossless['count']} decoded prompts")),
+        ("lossless", measure_cell(lossless, "share", f"of {lossless['count']} decoded answers")),
     ]
 
 
@@ -179,11 +179,12 @@ def _acceptance_table(metrics: dict[str, Any]) -> Table:
                     number_cell(metrics["draft_lengths"][candidate], "tokens"),
                     measure_cell(length, "tokens per round"),
                     number_cell(entries[0]["count"], "tokens"),
+                    number_cell(length["count"], "tokens"),
                 ]
             )
     heads = ["token acceptance, trimmed head", "full head", "without looping answers"]
     served = ["acceptance rate", "at k", "mean acceptance length"]
-    return Table(["domain", "candidate", *heads, *served, "golden answers"], rows)
+    return Table(["domain", "candidate", *heads, *served, "golden answers", "decoded"], rows)
 
 
 def _speed_table(metrics: dict[str, Any]) -> Table:
@@ -227,15 +228,20 @@ def _reference_sentence(reference: dict[str, float | None]) -> str:
     )
 
 
-def _money_sentence(roi: dict[str, Any]) -> str:
+def _money_sentence(documents: Documents) -> str:
+    roi, metrics = documents.roi, documents.metrics
     sheet = roi["sheet"]
+    lengths = {1: metrics["settings"]["draft_length"]} | {
+        row["batch"]: row["draft_length"] for row in metrics["by_batch"]
+    }
     load = (
         f"At the load of the sheet {sheet['name']!r} (batch {sheet['batch']}, {sheet['requests_per_month']:,.0f} requests"
         f" of {sheet['tokens_per_request']:,.0f} tokens a month)"
     )
     if roi["speedup"]["value"] is None:
         return f"{load} nothing can be said about savings: {roi['speedup']['reason']}."
-    return f"{load} the draft makes the service {measured(roi['speedup'], 'ratio')} as fast and {money(roi)}."
+    faster = f"{measured(roi['speedup'], 'ratio')} as fast at k = {lengths[sheet['batch']]}"
+    return f"{load} the draft makes the service {faster} and {money(roi)}."
 
 
 def _money_table(roi: dict[str, Any]) -> Table:

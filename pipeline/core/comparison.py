@@ -189,7 +189,7 @@ def _agreements(
     """Teacher-forced agreement of every candidate on all golden answers."""
     common = (models.target, golden, models.vocabulary, sampling, config.tokens_per_forward)
     drafts = {name: teacher_forced(models.drafter(name), *common) for name in models.drafts}
-    return {LOOKUP: lookup_agreement(golden, config.lookup_ngram), **drafts}
+    return {LOOKUP: lookup_agreement(golden, config.lookup_ngram, sampling), **drafts}
 
 
 def _distilled_agreement(

@@ -99,7 +99,7 @@ def _expected(
 ) -> tuple[list[float] | None, cost_model.Costs]:
     """Predicted acceptance by position of a candidate that was not decoded, and its costs beside the target's of `costs`."""
     if name == LOOKUP:
-        agreed, step = lookup_agreement(dev, config.lookup_ngram), 0.0
+        agreed, step = lookup_agreement(dev, config.lookup_ngram, settings.sampling), 0.0
     else:
         common = (dev, models.vocabulary, settings.sampling, config.tokens_per_forward)
         agreed = teacher_forced(models.drafter(name), models.target, *common)
@@ -163,9 +163,8 @@ def _timed(
     engine = Engine(models.target, settings)
     engine.add(PLAIN, None)
     engine.add(DISTILLED, models.drafter())
-    requests, _ = time_candidates(engine, prompts, lambda _: [DISTILLED], seed, title)
-    found = served_metrics(requests, settings.draft_length, config.bootstrap_samples)
-    return {name: found[name] for name in SERVED_BRIEFLY}
+    requests, _ = time_candidates(engine, prompts, lambda _: [DISTILLED], seed, title, config.repeats)
+    return served_metrics(requests, settings.draft_length, config.bootstrap_samples)
 
 
 def by_batch(
@@ -181,9 +180,10 @@ def by_batch(
 
     The draft length is the configured one, or what measured costs at that size and the acceptance on dev suggest. A lot
     ends when its last prompt does, so that slots run empty towards its end, as they do in a service without refill.
+    Prompts of one source document share a lot as far as they can, since intervals are of lots drawn anew.
     """
     rows = []
-    prompts = pick(golden, config.batch_prompts)
+    prompts = sorted(pick(golden, config.batch_prompts), key=lambda answer: answer.cluster)
     for size in config.batch_sizes:
         lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         lengths = [decode.draft_length] if decode.draft_length else config.draft_lengths
@@ -205,13 +205,14 @@ def by_batch(
         predicted = tokens and cost_model.measured_cost_speedup(tokens, k, costs)
         row = {"batch": size, "draft_length": k, "predicted_speedup": predicted}
         at_size = dataclasses.replace(settings, draft_length=k)
-        rows.append({**row, **_lots_timed(models, lots, at_size, config.bootstrap_samples, seed)})
+        rows.append({**row, **_lots_timed(models, lots, at_size, config, seed)})
     return rows
 
 
 def _lots_timed(
-    models: Contestants, lots: list[list[Answer]], settings: DecodeConfig, samples: int, seed: int
+    models: Contestants, lots: list[list[Answer]], settings: DecodeConfig, config: EvaluateConfig, seed: int
 ) -> dict[str, dict]:
+    """The lots decoded by both in turns that begin with one and the other; each counts with its run of median time."""
     size = len(lots[0])
     decoders = {
         PLAIN: Decoder(models.target, None, settings, slots=size),
@@ -220,19 +221,27 @@ def _lots_timed(
     for decoder in decoders.values():
         _decode_lot(decoder, lots[0], seed)
     seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    drafted, accepted = [], []
-    for lot in tqdm(lots, desc=f"batch size {size}", unit=" lots"):
-        for name, decoder in decoders.items():
-            started = time.perf_counter()
-            sequences = _decode_lot(decoder, lot, seed)
-            seconds[name].append(time.perf_counter() - started)
-        rounds = [block for sequence in sequences for block in sequence.rounds]
-        drafted.append(sum(block.drafted for block in rounds))
-        accepted.append(sum(block.accepted for block in rounds))
+    drafted, accepted, emitted, rounds = [], [], [], []
+    for index, lot in enumerate(tqdm(lots, desc=f"batch size {size}", unit=" lots")):
+        runs: dict[str, list[float]] = {name: [] for name in decoders}
+        sequences: dict[str, list] = {}
+        for turn in range(index, index + config.repeats):
+            for name in (PLAIN, DISTILLED) if turn % 2 == 0 else (DISTILLED, PLAIN):
+                started = time.perf_counter()
+                sequences[name] = _decode_lot(decoders[name], lot, seed)
+                runs[name].append(time.perf_counter() - started)
+        for name, timed in runs.items():
+            seconds[name].append(sorted(timed)[config.repeats // 2])
+        blocks = [block for sequence in sequences[DISTILLED] for block in sequence.rounds]
+        drafted.append(sum(block.drafted for block in blocks))
+        accepted.append(sum(block.accepted for block in blocks))
+        emitted.append(sum(block.emitted for block in blocks))
+        rounds.append(len(blocks))
     names = [str(index) for index in range(len(lots))]
-    tokens = [size * settings.max_new_tokens] * len(lots)
+    tokens, samples = [size * settings.max_new_tokens] * len(lots), config.bootstrap_samples
     found = {
         "acceptance_rate": ratio_measure(accepted, drafted, names, samples),
+        "mean_acceptance_length": ratio_measure(emitted, rounds, names, samples),
         "speedup": ratio_measure(seconds[PLAIN], seconds[DISTILLED], names, samples),
         "tokens_per_second": ratio_measure(tokens, seconds[DISTILLED], names, samples),
         "plain_tokens_per_second": ratio_measure(tokens, seconds[PLAIN], names, samples),

@@ -17,17 +17,22 @@ from pipeline.core.answers import Answer, is_looping
 from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter, head_size
-from pipeline.core.metrics import acceptance_by_position, measure, no_data, ratio_measure
+from pipeline.core.metrics import (
+    acceptance_by_position,
+    interval_of,
+    measure,
+    no_data,
+    ratio_measure,
+    resampled_quantiles,
+)
 from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling, probabilities
 
-GAPS = {
-    "itl_p50_seconds": lambda gaps: np.quantile(gaps, 0.50),
-    "itl_p95_seconds": lambda gaps: np.quantile(gaps, 0.95),
-    "itl_p99_seconds": lambda gaps: np.quantile(gaps, 0.99),
-    "itl_jitter_seconds": np.std,
-}
-SMOOTHNESS_TOKENS = 10
+GAP_QUANTILES = {"itl_p50_seconds": 0.50, "itl_p95_seconds": 0.95, "itl_p99_seconds": 0.99}
+JITTER = "itl_jitter_seconds"
+SMOOTHNESS_TOKENS, SMOOTHNESS_QUANTILE = 10, 0.99
+NO_HEAD = "this candidate has no output head"
+GREEDY_ONLY = "its copies are scored on greedy answers only"
 TOO_SHORT = f"no answer has more than {SMOOTHNESS_TOKENS} tokens"
 
 
@@ -190,27 +195,41 @@ def waiting_metrics(requests: list[Request], samples: int) -> dict[str, dict]:
         "ttft_seconds": ratio_measure(ours, [1] * count, clusters, samples),
         "plain_ttft_seconds": ratio_measure(plain, [1] * count, clusters, samples),
         "ttft_ratio": ratio_measure(ours, plain, clusters, samples),
-        **_gap_metrics([request.gaps_seconds for request in requests], ""),
-        **_gap_metrics([request.plain_gaps_seconds for request in requests], "plain_"),
+        **_gap_metrics([request.gaps_seconds for request in requests], clusters, samples, ""),
+        **_gap_metrics([request.plain_gaps_seconds for request in requests], clusters, samples, "plain_"),
     }
-    waits = [longest_wait([getattr(r, name) for r in requests]) for name in ("gaps_seconds", "plain_gaps_seconds")]
-    found["smoothness"] = measure(waits[0] / waits[1], count=count) if all(waits) else no_data(TOO_SHORT)
+    found["smoothness"] = _smoothness(requests, samples)
     return found
 
 
-def _gap_metrics(gaps: list[list[float]], prefix: str) -> dict[str, dict]:
+def _gap_metrics(gaps: list[list[float]], clusters: list[str], samples: int, prefix: str) -> dict[str, dict]:
     every = np.concatenate(gaps)
     if not len(every):
-        return {f"{prefix}{name}": no_data("one token each") for name in GAPS}
-    return {f"{prefix}{name}": measure(float(of(every)), count=len(gaps)) for name, of in GAPS.items()}
+        return {f"{prefix}{name}": no_data("one token each") for name in (*GAP_QUANTILES, JITTER)}
+    drawn = resampled_quantiles(gaps, list(GAP_QUANTILES.values()), clusters, samples)
+    found = {f"{prefix}{JITTER}": measure(float(np.std(every)), count=len(gaps))}
+    for row, (name, quantile) in enumerate(GAP_QUANTILES.items()):
+        interval = None if drawn is None else interval_of(drawn[row])
+        found[f"{prefix}{name}"] = measure(float(np.quantile(every, quantile)), interval, len(gaps))
+    return found
 
 
-def longest_wait(gaps: list[list[float]]) -> float | None:
-    """Seconds: 99th percentile of the wait for any `SMOOTHNESS_TOKENS` consecutive tokens of a request; None if none is so
-    long."""
-    window = np.ones(SMOOTHNESS_TOKENS)
-    waits = [np.convolve(one, window, mode="valid") for one in gaps if len(one) >= SMOOTHNESS_TOKENS]
-    return float(np.quantile(np.concatenate(waits), 0.99)) if waits else None
+def _smoothness(requests: list[Request], samples: int) -> dict:
+    clusters = [request.cluster for request in requests]
+    both = [[_waits(getattr(r, name)) for r in requests] for name in ("gaps_seconds", "plain_gaps_seconds")]
+    if not all(any(len(waits) for waits in groups) for groups in both):
+        return no_data(TOO_SHORT)
+    ours, plain = (np.quantile(np.concatenate(groups), SMOOTHNESS_QUANTILE) for groups in both)
+    drawn = [resampled_quantiles(groups, [SMOOTHNESS_QUANTILE], clusters, samples) for groups in both]
+    interval = None if drawn[0] is None else interval_of(drawn[0] / drawn[1])
+    return measure(float(ours / plain), interval, len(requests))
+
+
+def _waits(gaps: list[float]) -> np.ndarray:
+    """Seconds: the wait for each `SMOOTHNESS_TOKENS` consecutive tokens of a request; none where it has fewer."""
+    if len(gaps) < SMOOTHNESS_TOKENS:
+        return np.empty(0)
+    return np.convolve(gaps, np.ones(SMOOTHNESS_TOKENS), mode="valid")
 
 
 @dataclass
@@ -224,7 +243,7 @@ class Agreement:
     prompt_tokens: int
     looping: bool
     tokens: int
-    trimmed_head: float
+    trimmed_head: float | None
     full_head: float | None
     full_head_best: float | None  # p of the full head's most probable token
     full_head_same: float | None  # sum p q of the full head: the chance that two independent draws are the same token
@@ -297,8 +316,11 @@ def _overlaps(
     return torch.minimum(p, q).sum(dim=-1).double(), best.double(), (p * q).sum(dim=-1).double()
 
 
-def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
-    """Share of answer positions whose token prompt lookup would have copied; positions without a match count as missed."""
+def lookup_agreement(answers: list[Answer], max_ngram: int, sampling: Sampling) -> list[Agreement]:
+    """Share of answer positions whose token prompt lookup would have copied; positions without a match count as missed.
+
+    The answers are greedy ones: above temperature 0 their hits are no acceptance, and only `overlaps` has them.
+    """
     drafter = PromptLookupDrafter(max_ngram)
     drafter.open(1, Sampling(), range(1 << 31))
     found = []
@@ -307,7 +329,8 @@ def lookup_agreement(answers: list[Answer], max_ngram: int) -> list[Agreement]:
         drafter.begin(0, [prompt], 0)
         hits = [float(drafter.copied(0, prompt + tokens[:index], 1) == [token]) for index, token in enumerate(tokens)]
         none = dict.fromkeys(("full_head", "full_head_best", "full_head_same"))
-        found.append(Agreement(**_facts(answer), trimmed_head=sum(hits), **none, overlaps=hits))
+        agreed = sum(hits) if sampling.greedy else None
+        found.append(Agreement(**_facts(answer), trimmed_head=agreed, **none, overlaps=hits))
     return found
 
 
@@ -317,7 +340,7 @@ def agreement_metrics(agreements: list[Agreement], samples: int) -> dict[str, di
     def over(rows: list[Agreement], head: str) -> dict:
         values = [getattr(row, head) for row in rows]
         if any(value is None for value in values):
-            return no_data("this candidate has no output head")
+            return no_data(NO_HEAD if head != "trimmed_head" else GREEDY_ONLY)
         return ratio_measure(values, [row.tokens for row in rows], [row.cluster for row in rows], samples)
 
     straight = [row for row in agreements if not row.looping]

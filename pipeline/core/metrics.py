@@ -26,12 +26,12 @@ METRICS = {
         "share", True, "the same with the draft's whole head: sum min(p, q), as vLLM verifies sampled drafts"
     ),
     "token_acceptance_greedy_draft": Metric(
-        "share", True, "whole head, p of the draft's best token: vLLM's default, drafts without probabilities"
+        "share", True, "whole head, p of the draft's best token: vLLM's default, and llama.cpp"
     ),
     "token_acceptance_exact_match": Metric(
         "share",
         True,
-        "whole head, sum p q: draft and target sample on their own and must agree, as llama.cpp and MLX do",
+        "whole head, sum p q: draft and target sample on their own and must agree, as in MLX",
     ),
     "token_acceptance_without_loops": Metric("share", True, "trimmed head, answers that repeat themselves left out"),
     "acceptance_rate": Metric("share", True, "accepted / drafted tokens at the stated k"),
@@ -69,9 +69,15 @@ METRICS = {
     "token_acceptance_difference": Metric("share", True, "token acceptance minus the champion's, paired by prompt"),
     "acceptance_rate_difference": Metric("share", True, "acceptance rate minus the champion's, paired by prompt"),
     "speedup_ratio": Metric("ratio", True, "the champion's seconds / this draft's, paired by prompt"),
-    "lossless": Metric("share", True, "prompts whose speculative tokens equal the plain ones in float32"),
+    "cost_ratio": Metric("ratio", False, "c: one draft step / one plain step of the target"),
+    "verify_cost": Metric("ratio", False, "v(k): a target pass over k + 1 tokens / over one"),
+    "predicted_speedup": Metric("ratio", True, "what costs and acceptance predict for decoding, prefills left out"),
+    "lossless": Metric("share", True, "decoded answers whose speculative tokens equal the plain ones in float32"),
 }
-SERVED_BRIEFLY = ("acceptance_rate", "speedup", "tokens_per_second", "plain_tokens_per_second")  # of a side table
+# What side tables show of a candidate that decoded.
+SERVED_BRIEFLY = (
+    "acceptance_rate", "mean_acceptance_length", "speedup", "tokens_per_second", "plain_tokens_per_second",
+)  # fmt: skip
 
 
 def measure(
@@ -103,6 +109,37 @@ def ratio_measure(
         return no_data("no prompts" if not len(denominators) else "nothing was counted")
     drawn = _resampled([numerators, denominators], clusters, samples, seed)
     return measure(value, _interval(drawn[0] / drawn[1]) if drawn is not None else None, len(denominators))
+
+
+def resampled_quantiles(
+    groups: Sequence[Sequence[float]],
+    quantiles: Sequence[float],
+    clusters: Sequence[str],
+    samples: int,
+    seed: int = 0,
+) -> np.ndarray | None:
+    """Quantiles of the pooled values of `groups` (one per prompt) over clusters drawn with replacement, [quantiles, samples];
+    None where there is but one cluster. The same clusters, samples and seed give the same draws."""
+    names, index = np.unique(np.asarray(clusters), return_inverse=True)
+    if len(names) < 2:
+        return None
+    drawn = np.random.default_rng(seed).integers(len(names), size=(samples, len(names)))
+    values = np.concatenate([np.asarray(group, dtype=float) for group in groups])
+    owners = np.repeat(index, [len(group) for group in groups])
+    order = np.argsort(values)
+    values, owners = values[order], owners[order]
+    found = np.full((len(quantiles), samples), np.nan)
+    for row, names_drawn in enumerate(drawn):
+        total = np.bincount(names_drawn, minlength=len(names))[owners].cumsum()
+        if total[-1] > 0:
+            found[:, row] = values[np.searchsorted(total, np.asarray(quantiles) * total[-1])]
+    return found
+
+
+def interval_of(values: np.ndarray) -> tuple[float, float] | None:
+    """The middle 95 % of resampled values; None where none is a number."""
+    values = values[np.isfinite(values)]
+    return _interval(values) if len(values) else None
 
 
 def difference_measure(

@@ -148,6 +148,11 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
     pairs = [(candidate, domain) for candidate in candidates(metrics) for domain in domains(metrics)]
     return {
         "history": _history_rows(documents.history),
+        "token_acceptance": [
+            {"domain": domain, "token_acceptance": entry["value"], **_ends(entry)}
+            for domain in domains(metrics)
+            if (entry := found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE))["value"] is not None
+        ],
         "acceptance_by_domain": [
             {"candidate": candidate, "domain": domain, "metric": metric, "value": entry["value"], **_ends(entry)}
             for candidate, domain in pairs

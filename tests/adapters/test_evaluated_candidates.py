@@ -66,13 +66,14 @@ def test_a_sibling_drafts_with_its_whole_head_and_a_missing_one_is_named(project
 def test_the_champion_takes_part_unless_it_is_this_draft_or_out_of_reach(project):
     promoted(project)
     found = taking_part(project)
-    assert list(found.drafts) == ["undistilled", "distilled", "champion"] and found.skipped == {}
+    assert list(found.drafts) == ["undistilled", "distilled", "champion"]
+    assert found.skipped == {"siblings": "none are named in evaluate.siblings"}
     assert found.drafts["champion"].token_ids == [0, 2, 5] and found.drafts["champion"].draft_length == 4
     own = read_draft_facts(project.root / "data/draft")["fingerprint"]
     promoted(project, fingerprint=own)
-    assert taking_part(project).skipped == {"champion": "the champion is this very draft"}
+    assert taking_part(project).skipped["champion"] == "the champion is this very draft"
     promoted(project, compatibility_key={**project.target.compatibility_key, "target": "another"})
-    assert taking_part(project).skipped == {"champion": "the champion drafts for another target"}
+    assert taking_part(project).skipped["champion"] == "the champion drafts for another target"
     assert not taking_part(project).comparable
     for unreachable in ({"version": "99"}, {"tracking_uri": "http://127.0.0.1:9"}):
         promoted(project, **unreachable)
@@ -94,6 +95,6 @@ def test_a_champion_of_another_template_is_no_champion_to_compare_with(project, 
         register(project, initial_draft(project.start("pretrained"), project.target, project.root))
     promoted(project)
     found = taking_part(project)
-    assert found.skipped == {"champion": "the champion was distilled under another chat template"}
+    assert found.skipped["champion"] == "the champion was distilled under another chat template"
     assert not found.comparable
     (project.root / "data/champion/metrics.json").unlink()

@@ -260,6 +260,9 @@ def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):
         p, q_full, q_head = ((x / 0.7).softmax(-1) for x in (p, q, q[:, head]))
         assert soft.full_head == pytest.approx(torch.minimum(p, q_full).sum().item(), abs=1e-4)
         assert soft.trimmed_head == pytest.approx(torch.minimum(p[:, head], q_head).sum().item(), abs=1e-4)
+        best = p.gather(-1, q_full.argmax(-1, keepdim=True)).sum().item()
+        assert soft.full_head_best == pytest.approx(best, abs=1e-4)
+        assert soft.full_head_same == pytest.approx((p * q_full).sum().item(), abs=1e-4)
 
 
 def test_a_gap_between_teacher_forced_and_served_acceptance_is_a_warning():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.core.evaluation import Agreement, agreement_metrics, longest_wait
+from pipeline.core.evaluation import Agreement, Request, agreement_metrics, waiting_metrics
 from pipeline.core.metrics import (
     acceptance_by_position,
     aggregate,
@@ -11,6 +11,7 @@ from pipeline.core.metrics import (
     expected_acceptance_by_position,
     ratio,
     ratio_measure,
+    resampled_quantiles,
 )
 
 
@@ -101,9 +102,40 @@ def test_differences_are_paired_by_prompt():
     assert difference_measure(([], []), ([], []), [], 200)["reason"] == "no prompts in common"
 
 
+def requests_of(*pairs: tuple[list[float], list[float]]) -> list[Request]:
+    """One request per pair of gaps, with the draft and without, each of a document of its own."""
+    return [
+        Request(
+            "distilled", str(index), "legal", "continuation", str(index), 8, [0], 2.0, 3.0, 0.2, 0.1, ours, plain, [2], [1],
+            [2], None,
+        )
+        for index, (ours, plain) in enumerate(pairs)
+    ]  # fmt: skip
+
+
 def test_smoothness_is_the_worst_wait_for_ten_tokens():
     """Bursts of four every 0.4 s and a token every 0.1 s come to the same wait for ten; a stall in the middle does not."""
     bursts = [0.4 if index % 4 == 3 else 0.0 for index in range(40)]
-    assert longest_wait([bursts]) == pytest.approx(1.2) and longest_wait([[0.1] * 40]) == pytest.approx(1.0)
-    assert longest_wait([[0.1] * 20 + [2.0] + [0.1] * 20]) == pytest.approx(2.9)
-    assert longest_wait([[0.1] * 9]) is None
+    even, stalled = [0.1] * 40, [0.1] * 20 + [2.0] + [0.1] * 20
+    smoothness = {name: waiting_metrics(requests_of((gaps, even)), 50)["smoothness"] for name, gaps in (
+        ("bursts", bursts), ("even", even), ("stalled", stalled), ("short", [0.1] * 9),
+    )}  # fmt: skip
+    assert smoothness["bursts"]["value"] == pytest.approx(1.2) and smoothness["even"]["value"] == pytest.approx(1.0)
+    assert smoothness["stalled"]["value"] == pytest.approx(2.9) and smoothness["short"]["value"] is None
+    both = waiting_metrics(requests_of((bursts, even), (stalled, even), (even, even)), 200)
+    low, high = both["smoothness"]["interval"]
+    assert low == pytest.approx(1.0) and high == pytest.approx(2.9), "one document may be drawn alone"
+    assert both["itl_p50_seconds"]["interval"] is not None and both["itl_jitter_seconds"]["interval"] is None
+
+
+def test_quantiles_of_resampled_documents_are_those_of_their_pooled_values():
+    rng = np.random.default_rng(3)
+    groups, clusters = [rng.random(size).tolist() for size in (7, 3, 12, 5)], ["a", "b", "a", "c"]
+    found = resampled_quantiles(groups, [0.5, 0.99], clusters, 20, seed=4)
+    drawn = np.random.default_rng(4).integers(3, size=(20, 3))
+    for column, names in enumerate(drawn):
+        pooled = [
+            value for name in names for own, group in zip(clusters, groups) if own == "abc"[name] for value in group
+        ]
+        assert found[:, column] == pytest.approx(np.quantile(pooled, [0.5, 0.99], method="inverted_cdf"))
+    assert resampled_quantiles(groups, [0.5], ["a"] * 4, 20) is None
