@@ -40,6 +40,7 @@ from pipeline.adapters.drafts import (
 )
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.processes import LaunchConfig, check_command
+from pipeline.adapters.quantization import check_optimizer
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint, pair_checks
@@ -114,6 +115,7 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("end of answers", lambda *found: target_checks.end_of_answers(config.target, *found), model, tokenizer)
     report.check("generation rules", lambda found: target_checks.generation_rules(config.target, found), model)
     report.check("target quantization", lambda: target_checks.quantization(config.target))
+    report.check("optimizer", lambda: _optimizer(config.distill.optimizer))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
     report.check("chat template", lambda found: _chat_template(config.draft, found, root), target)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
@@ -229,6 +231,11 @@ def _pair(config: Config, target: Target, root: Path) -> Passed:
 def _draft_head(config: Config, target: Target, root: Path) -> Passed:
     check_distillable(config.draft, target, root, config.distill.target_in_loop)
     return Passed(None, "its logits are those of its output head, as distillation needs")
+
+
+def _optimizer(name: str) -> Passed:
+    check_optimizer(name)
+    return Passed(None, name)
 
 
 def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Passed:

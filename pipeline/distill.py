@@ -36,6 +36,7 @@ from pipeline.adapters.layer_choice import best_row, try_layers
 from pipeline.adapters.mlflow_tracking import TrackingConfig, stage_run
 from pipeline.adapters.on_policy import check_on_policy, on_policy_phase
 from pipeline.adapters.processes import check_settings, fingerprint_parts, join, split_target, target_device
+from pipeline.adapters.quantization import check_optimizer
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
@@ -59,6 +60,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
     """Train the draft and save it. With `tracking`, which changes no result, MLflow follows."""
     root = input_path("")
     online, on_policy = config.distill.target == "online", config.distill.on_policy.steps > 0
+    check_optimizer(config.distill.optimizer)
     if on_policy:
         check_on_policy()
     processes = join()

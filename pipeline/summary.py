@@ -48,7 +48,9 @@ def show(console: Console) -> None:
         raise PipelineError(f"{page} does not exist.", "run the stage that writes it: `dvc repro`.")
     _check_registered(receipt)
     missed = [item for item in verdict["checks"] if not item["passed"]]
-    console.print(f"Draft for {metrics['target']['name']} on {metrics['domain']}", style="bold")
+    quantization = metrics["compatibility_key"].get("quantization", "none")
+    label = "" if quantization == "none" else f" (target in {quantization}: not comparable with an unquantised one)"
+    console.print(f"Draft for {metrics['target']['name']} on {metrics['domain']}{label}", style="bold")
     console.print(_comparison(metrics))
     worth = [f"money ({roi['sheet']['name']}, batch {roi['sheet']['batch']})", money(roi)]
     console.print(_facts([*_figures(metrics), worth, [f"gate {verdict['gate']!r}", _outcome(verdict, missed)]]))

@@ -215,6 +215,17 @@ def test_quantisation_that_cannot_run_is_named_within_seconds(cfg, monkeypatch, 
     assert found["draft"].result == "ok"
 
 
+@pytest.mark.parametrize("fault", ["import", "probe"])
+def test_an_optimiser_that_cannot_run_is_named_before_anything_is_answered(cfg, monkeypatch, fault):
+    """L09"""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None if fault == "import" else types.ModuleType("bitsandbytes"))
+    cfg.distill.optimizer = "adamw_8bit"
+    found = findings(cfg)
+    assert failed(found) == ["optimizer"]
+    assert "distill.optimizer=adamw_8bit" in found["optimizer"].detail
+    assert "distill.optimizer=adamw," in found["optimizer"].remedy
+
+
 def test_layers_cannot_come_out_of_a_quantised_target(cfg, monkeypatch):
     monkeypatch.setattr(quantization, "_probe", lambda *_: None)
     cfg.target.quantization = "8bit"

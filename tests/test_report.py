@@ -67,7 +67,13 @@ def conditions(found):
     """The rows and tables beside the headline; `found` are the distilled draft's measures by domain."""
     both = {f"{name}, continuation": measures for name, measures in found.items() if name != "all"}
     row = {
-        name: entry(value) for name, value in (("acceptance_rate", 0.5), ("speedup", 1.27), ("tokens_per_second", 80.0))
+        name: entry(value)
+        for name, value in (
+            ("acceptance_rate", 0.5),
+            ("mean_acceptance_length", 2.1),
+            ("speedup", 1.27),
+            ("tokens_per_second", 80.0),
+        )
     }
     row |= {"plain_tokens_per_second": entry(63.0), **teacher_forced(0.55, 0.54)}
     untimed = {**row, "speedup": missing("not timed")}

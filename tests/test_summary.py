@@ -49,6 +49,15 @@ def fails_with(capsys):
     return captured.err
 
 
+def test_a_quantised_target_is_labelled(project, store, capsys):
+    """L09"""
+    metrics = sample_metrics()
+    write_artifacts(project, {**metrics, "compatibility_key": {**metrics["compatibility_key"], "quantization": "4bit"}})
+    summary.main()
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "Draft for tiny on legal (target in 4bit: not comparable with an unquantised one)"
+
+
 def test_a_registered_draft(project, store, capsys):
     write_artifacts(project)
     summary.main()

@@ -9,6 +9,7 @@ import os
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import PartialState
@@ -16,10 +17,12 @@ from accelerate.utils import DistributedType, disable_fsdp_ram_efficient_loading
 from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
-from pipeline.adapters.drafts import DraftConfig
 from pipeline.core.errors import PipelineError
 from pipeline.core.models import ModelConfig, default_device
 from pipeline.core.training import DistillConfig
+
+if TYPE_CHECKING:  # its module brings targets and registries along
+    from pipeline.adapters.drafts import DraftConfig
 
 INSTALL_DEEPSPEED = "pip install deepspeed, or launch with conf/accelerate/fsdp2.yaml."
 

@@ -221,7 +221,9 @@ class Objective:
         if self.selected_share == 1:
             return ones
         count = len(batch["query"])
-        own = chunked_sum(chunk_loss, self.chunk_tokens, ones, hidden, head.weight, head.bias)[1][:count]
+        bias = None if head.bias is None else head.bias.detach()
+        parts = (hidden.detach(), head.weight.detach(), bias)  # else the chunks' gradients would be made, and dropped
+        own = chunked_sum(chunk_loss, self.chunk_tokens, ones, *parts)[1][:count]
         other, states = self.head(self.reference), answer_hidden(self.reference, batch)
         learnable = chunked_sum(chunk_loss, self.chunk_tokens, ones, states, other.weight, other.bias)[1][:count]
         selected = max(1, round(self.selected_share * count))

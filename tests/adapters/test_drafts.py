@@ -19,11 +19,12 @@ from tiny_projects import (
     build_project,
     fresh_registry,
     register,
+    smoke_config,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from pipeline import distill, stage
-from pipeline.adapters import layer_choice
+from pipeline.adapters import layer_choice, trainer
 from pipeline.adapters.drafts import (
     INITS,
     DraftConfig,
@@ -276,6 +277,39 @@ def test_the_stage_chooses_once_and_records_what_it_tried(narrower, monkeypatch)
     assert facts["layers"] == len(facts["start"]["keep_layers"])
     assert start.recorded(facts).layer_choice is None
     assert not list((narrower.root / ".cache" / "distill").iterdir()), "a finished run leaves no checkpoints"
+
+
+def test_a_killed_stage_goes_on_and_a_changed_setting_begins_anew(narrower, monkeypatch):
+    """What a killed run left belongs to its settings: others find nothing to go on from."""
+    begun, killed_at = [], [3]
+
+    class Killed(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            begun.append(state.global_step)
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step in killed_at:
+                raise KeyboardInterrupt
+
+    class Watched(trainer.DraftTrainer):
+        def __init__(self, **options):
+            super().__init__(**options)
+            self.add_callback(Killed())
+
+    monkeypatch.setattr(trainer, "DraftTrainer", Watched)
+    smoke = smoke_config()
+    recipe = replace(smoke.distill, epochs=6, evaluations=6, tokens_per_step=2048, tokens_per_forward=2048)
+    config = replace(smoke, target=narrower.target.config, draft=narrower.start("pruned"), distill=recipe)
+    other = replace(config, distill=replace(recipe, learning_rate=1e-4))
+    for settings in (config, other):
+        with pytest.raises(KeyboardInterrupt):
+            distill.run(settings)
+    killed_at.clear()
+    distill.run(config)
+    assert begun == [0, 0, 2]
+    assert len(list((narrower.root / ".cache" / "distill").iterdir())) == 1, "the other run's, to go on from"
+    distill.run(other)
+    assert begun[3:] == [2]
 
 
 def test_without_a_choice_the_record_says_so(narrower):

@@ -12,7 +12,7 @@ import torch
 from tiny_answers import answers_of
 from tiny_models import tiny_llama
 from tiny_settings import distill_config
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
 
 from pipeline.adapters import trainer
 from pipeline.adapters.trainer import COMPLETE, distill, newest_whole_checkpoint, write_history
@@ -128,6 +128,19 @@ def test_training_lowers_the_loss_and_reports_history(target, answers, tmp_path)
     assert (tmp_path / "history.csv").read_text().startswith("step,tokens,loss,learning_rate,dev_token_acceptance,")
 
 
+@pytest.mark.parametrize("bits", ["load_in_8bit", "load_in_4bit"])
+def test_a_quantised_target_in_the_loop_trains_the_draft(bits, target, answers, tmp_path):
+    """L09: where bitsandbytes runs, the run goes on."""
+    target.save_pretrained(tmp_path / "target")
+    settings = BitsAndBytesConfig(**{bits: True})
+    small = AutoModelForCausalLM.from_pretrained(tmp_path / "target", quantization_config=settings, device_map="cpu")
+    draft = keep_layers(target, [0, 3])
+    online = distill_config(target="online", epochs=6)
+    history = train(draft, answers, answers[:2], online, tmp_path / "c", target=small)
+    losses = [row["loss"] for row in history if row.get("loss") is not None]
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_padding_rows_of_the_draft_play_no_part_in_training(target, answers, tmp_path):
     """T01: rows beyond the tokenizer's ids are huge, and the loss stays finite and falls."""
     draft = tiny_llama(std=0.1, vocabulary=104, num_hidden_layers=2, tie_word_embeddings=False)
@@ -199,7 +212,7 @@ def watched(monkeypatch):
     return Watched
 
 
-RESUMED = {"epochs": 3, "evaluations": 4, "sampled_rows": 8, "tokens_per_step": 128, "tokens_per_forward": 64}
+RESUMED = {"epochs": 3, "evaluations": 5, "sampled_rows": 8, "tokens_per_step": 128, "tokens_per_forward": 64}
 
 
 def straight_run(target, answers, folder, watched) -> tuple[torch.Tensor, list]:
@@ -224,7 +237,7 @@ def test_a_killed_run_continues_with_the_same_rows_rates_and_weights(target, ans
     killed_run(target, answers, tmp_path / "killed", watched, step=last // 2 + 1)
     whole = newest_whole_checkpoint(tmp_path / "killed")
     resumed_at = int(whole.split("-")[-1])
-    assert 0 < resumed_at <= last // 2 + 1
+    assert 0 < resumed_at <= last // 2 + 1 and resumed_at % ((last + 1) // 3), "inside the second epoch"
     draft = keep_layers(target, [0, 3])
     train(draft, answers, answers[:4], distill_config(**RESUMED), tmp_path / "killed")
     assert watched.seen == [entry for entry in seen if entry[0] >= resumed_at]

@@ -116,13 +116,15 @@ def test_merging_entries_never_raises_the_divergence_and_all_entries_give_it_exa
 
 
 def test_a_draft_that_overweights_the_top_is_punished_through_the_tail():
-    """Without the tail term the value would be negative, after renormalising both sides it would be 0."""
-    index, values = torch.arange(5)[None], torch.full((1, 5), 0.01).log()
-    draft = torch.zeros(1, 100)
-    draft[0, :5] = 3.0
-    without_tail = (values.exp() * (values - draft.log_softmax(-1)[:, :5])).sum()
-    assert without_tail < 0
-    assert bucketed("forward_kl", draft, index, values).item() > 0.2
+    """L06: the target's top five have 0.30 together, flat, the draft gives them 0.76. Without a tail term the value is
+    negative, after renormalising both sides it is 0, with one bucket for the tail it is 0.47."""
+    index, values = torch.arange(5)[None], torch.full((1, 5), 0.30 / 5).log()
+    draft = torch.full((1, 100), 0.24 / 95).log()
+    draft[0, :5] = torch.tensor(0.76 / 5).log()
+    without_tail = (values.exp() * (values - draft[:, :5])).sum()
+    renormalised = (values.softmax(-1) * (values.log_softmax(-1) - draft[:, :5].log_softmax(-1))).sum()
+    found = bucketed("forward_kl", draft, index, values).item()
+    assert [without_tail.item(), renormalised.item(), found] == pytest.approx([-0.28, 0.00, 0.47], abs=5e-3)
 
 
 def test_entries_that_the_draft_cannot_name_count_as_tail():
