@@ -18,7 +18,7 @@ from pipeline.core.answers import Answer
 from pipeline.core.comparison import evaluate
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.evaluation_settings import DISTILLED, Contestants, DecodeSettings, EvaluateConfig
-from pipeline.core.gating import judge
+from pipeline.core.gating import PROMPTS, judge
 from pipeline.core.generation import EncodedPrompt, generate_answers
 from pipeline.core.templates import encode_prompts
 from pipeline.evaluate import Config as EvaluateStage
@@ -64,7 +64,11 @@ def judged(models: Contestants, answers: list[Answer], domain: str, temperature:
     values = OmegaConf.load(stage.input_path("params.yaml"))
     own_domain = values.domain.name
     gate, defaults = (stage.typed_config(values, schema) for schema in (GateStage, EvaluateStage))
-    checks = [dataclasses.replace(c, domain=domain) if c.domain == own_domain else c for c in gate.gate.checks]
+    checks = [
+        dataclasses.replace(check, domain=domain) if check.domain == own_domain else check
+        for check in gate.gate.checks
+        if check.metric != PROMPTS  # here `prompts` of them are enough
+    ]
     settings: DecodeSettings = dataclasses.replace(defaults.decode, temperature=temperature)
     config: EvaluateConfig = dataclasses.replace(defaults.evaluate, timed_prompts=prompts, **NOT_TIMED)
     own = [answer for answer in answers if answer.domain == domain]

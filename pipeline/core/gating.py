@@ -118,7 +118,8 @@ def _one_per_domain(metrics: dict[str, Any], check: Check) -> list[Check]:
 
 
 def _judge_one(metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None) -> dict[str, Any]:
-    entry, reason = _find(metrics, check, champion)
+    alone = _no_other_champion(metrics, champion) if check.metric in VERSUS_CHAMPION else None
+    entry, reason = ({}, alone) if alone else _find(metrics, check, champion)
     value = _finite(entry.get("value"))
     interval = _finite_interval(entry.get("interval"))
     compared = None
@@ -135,7 +136,7 @@ def _judge_one(metrics: dict[str, Any], check: Check, champion: dict[str, Any] |
         "reason": reason,
         "remedy": _NO_DATA_REMEDY,
     }
-    if check.metric in VERSUS_CHAMPION and (alone := _no_other_champion(metrics, champion)):
+    if alone:
         return {**judged, "passed": True, "state": "not applicable", "reason": alone, "remedy": None}
     if compared is None:
         return judged
