@@ -10,7 +10,7 @@ from pipeline.core.report_page import quantity, span
 
 @dataclass(frozen=True)
 class Cell:
-    """`note` stands in small type under the text; `kind`: "", "number", "limit", "missing", or a check's state."""
+    """`note` stands in small type under the text, line by line; `kind`: "", "number", "limit", "missing", or a check's state."""
 
     text: str
     note: str = ""
@@ -64,7 +64,7 @@ def measure_cell(entry: dict[str, Any], unit: str, note: str = "") -> Cell:
     if entry["value"] is None:
         return Cell(entry["reason"], kind="missing")
     under = [text for text in (span(entry["interval"], unit), note) if text]
-    return Cell(quantity(entry["value"], unit), "; ".join(under), "number")
+    return Cell(quantity(entry["value"], unit), "\n".join(under), "number")
 
 
 def number_cell(value: float, unit: str) -> Cell:

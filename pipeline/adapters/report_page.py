@@ -19,7 +19,7 @@ from pipeline.adapters.report_elements import (
     number_cell,
     number_or_reason,
 )
-from pipeline.core.gating import CANDIDATE
+from pipeline.core.gating import CANDIDATE, PROMPTS
 from pipeline.core.metrics import METRICS
 from pipeline.core.report_page import (
     SHARES,
@@ -140,7 +140,9 @@ def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
 def _check_table(verdict: dict[str, Any]) -> Table:
     rows = []
     for item in verdict["checks"]:
-        unit = METRICS[item["metric"]].unit if item["metric"] in METRICS else ""
+        unit = (
+            "tokens" if item["metric"] == PROMPTS else METRICS[item["metric"]].unit if item["metric"] in METRICS else ""
+        )
         needs = f"{STATISTIC_WORDS[item['statistic']]}{item['op']} {exact(item['threshold'], unit)}"
         notes = [] if item["shortfall"] is None else [f"missed by {_distance(item['shortfall'], unit)}"]
         notes += [item["reason"]] if item["reason"] and item["value"] is not None else []
@@ -184,7 +186,7 @@ def _acceptance_table(metrics: dict[str, Any]) -> Table:
             )
     heads = ["token acceptance, trimmed head", "full head", "without looping answers"]
     served = ["acceptance rate", "at k", "mean acceptance length"]
-    return Table(["domain", "candidate", *heads, *served, "golden answers", "decoded"], rows)
+    return Table(["domain", "candidate", *heads, *served, "answers", "decoded"], rows)
 
 
 def _speed_table(metrics: dict[str, Any]) -> Table:
