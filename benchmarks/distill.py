@@ -242,9 +242,14 @@ def _offline_then_trl(lab: Lab, seconds: float, **settings: float) -> dict:
 
 
 def domains(lab: Lab, minutes: float, generic_answers: Path) -> None:
-    """A draft distilled on the domain and one on other text, same initial draft and training time, on every domain's dev."""
+    """A draft distilled on the domain and one on other text, same initial draft and training time, on every domain's dev.
+
+    Generic answers to texts that dev has too are left out.
+    """
     results = Results("domains", {"minutes": minutes, **lab.facts})
-    corpora = {lab.domain: lab.train, "generic": read_answers(generic_answers)}
+    held_out = {name for answer in lab.all_dev for name in (answer.prompt_id, answer.cluster)}
+    generic = [a for a in read_answers(generic_answers) if not {a.prompt_id, a.cluster} & held_out]
+    corpora = {lab.domain: lab.train, "generic": generic}
     rows = []
     for name, train in corpora.items():
         facts = {**dataclasses.asdict(lab.settings), "answer_tokens": tokens_of(train)}
