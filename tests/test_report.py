@@ -366,7 +366,7 @@ def test_the_page_says_what_the_draft_saves(project):
     page = Text(page_of(project))
     assert (
         "At the load of the sheet 'legal service' (batch 8, 1,440,000 requests of 500 tokens a month) the draft makes the"
-        " service 2.50× (2.40–2.60×) as fast and saves 1,200 (1,083–1,308) EUR a month, 30.0 % (27.1–32.7 %) of the cost;"
+        " service 2.50× (2.40–2.60×) as fast at k = 3 and saves 1,200 (1,083–1,308) EUR a month, 30.0 % (27.1–32.7 %) of the cost;"
         " paid back after 12.0 months (11.0–13.3 months)."
     ) in page.text
     assert "stated over 12 months" in page.text
