@@ -196,16 +196,6 @@ class _Progress(TrainerCallback):
         self.bar.close()
 
 
-class _SameOrder(TrainerCallback):
-    """Lets a resumed run of several processes go on in the order of the epoch that it is in.
-
-    Skipping the batches that were trained wraps the sampler too deeply for accelerate's `set_epoch` to reach it.
-    """
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        train_dataloader.set_epoch(int(state.epoch or 0))
-
-
 class Completion(TrainerCallback):
     """Marks a checkpoint as whole, once all processes have written their part."""
 
@@ -317,7 +307,7 @@ def _trainer(
         train_dataset=batches,
         eval_dataset=dev_batches,
         dev_batches=dev_batches,
-        callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), _SameOrder(), Completion()],
+        callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
     )
     if patience:
         trainer.add_callback(_EarlyStop(patience))
