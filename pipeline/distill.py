@@ -11,9 +11,11 @@ Does:   trains towards the target's probabilities, stored or from the target bes
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -41,6 +43,7 @@ from pipeline.adapters.targets import Target, check_same_target
 from pipeline.adapters.trainer import distill, write_history
 from pipeline.core.answers import GenerateConfig, check_same_settings
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files
+from pipeline.core.errors import PipelineError
 from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
@@ -74,7 +77,10 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
         check_frozen_embeddings(start, target, root)
     facts = _facts_of_answers(config.generate, target)
     checkpoints = _checkpoints(config, start, target, facts, fingerprint_parts(processes))
-    with stage_run(tracking, "distill", config, root, checkpoints, processes.is_main_process) as tracked:
+    with (
+        _alone(checkpoints.name) if processes.is_main_process else nullcontext(),
+        stage_run(tracking, "distill", config, root, checkpoints, processes.is_main_process) as tracked,
+    ):
         train = read_answers(input_path("data/answers/train"))
         dev = [a for a in read_answers(input_path("data/answers/dev")) if a.domain == facts["target_domain"]]
         head = domain_token_ids(train, config.distill.head_tokens, target.eos_token_ids, vocabulary)
@@ -138,6 +144,22 @@ def _checkpoints(config: Config, start: DraftConfig, target: Target, facts: dict
     taught_by = read_draft_facts(input_path(reference))["fingerprint"] if reference else None
     parts = (facts, [fingerprint_files([path]) for path in files], *settings, taught_by, *launch)
     return cache_path("distill", fingerprint(*parts))
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """Raise `PipelineError` while another process distils with the same state: each would take away the other's checkpoints."""
+    path = cache_path("locks", f"distill-{key}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(
+                "Another process distils this draft here already.",
+                "wait for it, or end it (`pgrep -f pipeline.distill`).",
+            ) from None
+        yield
 
 
 def _with_layers(

@@ -80,6 +80,8 @@ def run(config: Config) -> None:
     models = contestants(config, target, made, facts["target_domain"], champion)
     dev, golden = (read_answers(input_path(f"data/answers/{split}")) for split in ("dev", "golden"))
     outcome = evaluate(models, dev, golden, config.decode, config.evaluate, config.seed)
+    if read_champion() != champion:
+        raise PipelineError("Another draft became champion while this one was evaluated.", "run `dvc repro` again.")
     metrics = {
         "target": {"name": config.target.name, "id": config.target.id, "revision": config.target.revision},
         "compatibility_key": target.compatibility_key,
@@ -121,7 +123,7 @@ def contestants(
     drafts[DISTILLED] = Draft(distilled, head)
     comparable = True
     try:
-        drafts[CHAMPION] = _champion(champion, target, made)
+        drafts[CHAMPION] = _champion(champion, target, made, domain)
     except PipelineError as error:
         skipped[CHAMPION] = error.reason
         comparable = not isinstance(error, Incomparable)
@@ -136,15 +138,17 @@ def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
     return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))
 
 
-def _champion(champion: dict[str, Any] | None, target: Target, made: dict[str, Any]) -> Draft:
+def _champion(champion: dict[str, Any] | None, target: Target, made: dict[str, Any], domain: str) -> Draft:
     """The champion's draft from the registry, at the k that it is served with.
 
-    Raises `Incomparable` where there is no other draft of this target, `PipelineError` where it is not to be had.
+    Raises `Incomparable` where there is no other draft of this target and domain, `PipelineError` where it is not to be had.
     """
     if champion is None:
         raise Incomparable("no draft was promoted yet")
     if champion["compatibility_key"] != target.compatibility_key:
         raise Incomparable("the champion drafts for another target")
+    if champion["domain"] != domain:
+        raise Incomparable(f"the champion drafts for the domain {champion['domain']}")
     if champion["fingerprint"] == made["fingerprint"]:
         raise Incomparable("the champion is this very draft")
     uri = f"models:/{champion['model_name']}/{champion['version']}"

@@ -14,7 +14,7 @@ from typing import Any, List
 import hydra
 from omegaconf import DictConfig
 
-from pipeline.core.artifacts import read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.gating import Check, judge, verdict_lines
 from pipeline.stage import execute, input_path, output_path, read_champion
 
@@ -39,7 +39,13 @@ def run(config: Config) -> None:
     """
     metrics = read_json(input_path("data/eval/metrics.json"), "domain-draft/metrics", 1)
     verdict = judge(metrics, config.gate.checks, _champion(config.gate.model_name))
-    facts = {"gate": config.gate.name, "model_name": config.gate.model_name, **verdict, "config": asdict(config)}
+    facts = {
+        "gate": config.gate.name,
+        "model_name": config.gate.model_name,
+        "metrics_fingerprint": fingerprint_files([input_path("data/eval/metrics.json")]),
+        **verdict,
+        "config": asdict(config),
+    }
     write_json(output_path("data/gate/verdict.json"), "domain-draft/verdict", 1, facts)
     print(f"gate {config.gate.name!r}")
     for line in verdict_lines(verdict):

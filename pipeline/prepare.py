@@ -34,6 +34,10 @@ class DomainConfig(PromptConfig):
         super().__post_init__()
         wanted = {domain for split in SPLITS for domain in getattr(self.prompts, split)}
         offered = {source.domain for source in self.sources}
+        if taken := wanted & {"all", "each"}:
+            raise PipelineError(
+                f"A domain cannot be called {taken.pop()!r}.", "the word stands for all domains: choose another."
+            )
         if wanted != offered:
             raise PipelineError(
                 f"domain.sources offers {sorted(offered)}, domain.prompts asks for {sorted(wanted)}.",

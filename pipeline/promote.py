@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import OmegaConf
 from rich import box
 from rich.table import Table
+from yaml import YAMLError
 
 from pipeline import stage
 from pipeline.compose import composed
@@ -28,7 +29,15 @@ from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.promotion import CHAMPION, PREVIOUS, Recorded, comparisons, objections, other_conditions
 from pipeline.register import Config, RegistryConfig
-from pipeline.stage import CHAMPION_FILE, CHAMPION_SCHEMA, console, input_path, output_path, typed_config
+from pipeline.stage import (
+    CHAMPION_FILE,
+    CHAMPION_SCHEMA,
+    check_writable,
+    console,
+    input_path,
+    output_path,
+    typed_config,
+)
 
 if TYPE_CHECKING:  # importing mlflow takes seconds
     from mlflow.entities.model_registry import ModelVersion
@@ -78,9 +87,10 @@ def rollback(config: RegistryConfig) -> None:
             f"{name} has no {lacking} in {store}.",
             "`python -m pipeline.promote --list` shows the versions; promote a candidate first.",
         )
+    recorded = _recorded(store, name, previous)
     name_champion(store, name, previous, f"rolled back from version {champion}")
     print(f"{name} version {previous} is the champion again, version {champion} the previous one, in {store}")
-    _write_champion(config, _recorded(store, name, previous))
+    _write_champion(config, recorded)
 
 
 def show(config: RegistryConfig) -> None:
@@ -256,7 +266,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _configured(overrides: list[str]) -> RegistryConfig:
-    cfg = OmegaConf.create(composed(overrides)) if overrides else OmegaConf.load(input_path("params.yaml"))
+    if overrides:
+        return typed_config(OmegaConf.create(composed(overrides)), Config).registry
+    try:
+        cfg = OmegaConf.load(input_path("params.yaml"))
+    except (OSError, YAMLError) as error:
+        raise PipelineError(f"params.yaml cannot be read ({error}).", "run `make params`.") from None
     return typed_config(cfg, Config).registry
 
 
@@ -264,6 +279,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     try:
         config = _configured(options.overrides)
+        check_writable(output_path(CHAMPION_FILE).parent)
         if options.list:
             show(config)
         elif options.rollback:

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from pipeline import stage
 from pipeline.adapters.mlflow_tracking import TrackingConfig
-from pipeline.core.artifacts import fingerprint_files, read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, fingerprint_weights, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.model_card import Evidence, headline_tags, identity_tags, model_card
 from pipeline.core.promotion import CHAMPION, PREVIOUS, gate_failure
@@ -45,8 +45,10 @@ class RegistryConfig(TrackingConfig):
             raise ValueError(f"registry.alias {self.alias!r} must be letters, digits, _ and -, not 'latest' or 'v1'")
         if self.alias in (CHAMPION, PREVIOUS):
             raise ValueError(f"registry.alias {self.alias!r} is set by a promotion, choose another")
-        if not self.model_name.strip() or {"/", ":"} & set(self.model_name):
-            raise ValueError(f"registry.model_name {self.model_name!r} must not be empty nor hold / or :")
+        if not self.model_name.strip() or set("/:'\"") & set(self.model_name):
+            raise ValueError(
+                f"registry.model_name {self.model_name!r} must not be empty nor hold / : or a quotation mark"
+            )
 
 
 @dataclass
@@ -110,6 +112,15 @@ def _read_evidence() -> Evidence:
         raise PipelineError(
             "data/eval/metrics.json was measured with another draft than data/draft (their fingerprints differ).",
             "evaluate this draft: `dvc repro`.",
+        )
+    if evidence.draft["fingerprint"] != fingerprint_weights(input_path("data/draft")):
+        raise PipelineError(
+            "The weights in data/draft are not those that its draft.json names.",
+            "distil it again: `dvc repro distill`.",
+        )
+    if evidence.verdict.get("metrics_fingerprint") != fingerprint_files([input_path("data/eval/metrics.json")]):
+        raise PipelineError(
+            "data/gate/verdict.json is about another evaluation than data/eval/metrics.json.", "run `dvc repro gate`."
         )
     return evidence
 

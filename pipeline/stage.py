@@ -51,7 +51,10 @@ def output_path(relative: str) -> Path:
 def read_champion() -> dict[str, Any] | None:
     """What promotion wrote about the present champion; None before the first."""
     path = input_path(CHAMPION_FILE)
-    return read_json(path, *CHAMPION_SCHEMA) if path.exists() else None
+    try:
+        return read_json(path, *CHAMPION_SCHEMA) if path.exists() else None
+    except PipelineError as error:  # without the file the rules against the champion would not apply
+        raise PipelineError(error.reason, "`python -m pipeline.promote --list` writes it anew.") from None
 
 
 def cache_path(stage: str, key: str) -> Path:
@@ -104,8 +107,14 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started = time.time()
     try:
-        _check_writable(output_path("data"))
+        check_writable(output_path("data"))
+        params = _params_in_use()
         run(typed_config(cfg, schema))
+        if _params_in_use() != params:  # DVC would record what is there now as what the stage ran with
+            raise PipelineError(
+                "params.yaml changed while this stage ran: its result is not recorded.",
+                "run `make repro` again with the values that you want, one run at a time.",
+            )
     except PipelineError as error:
         place = f" (process {os.environ['RANK']})" if "RANK" in os.environ else ""
         print(f"error{place}: {error}", file=sys.stderr)
@@ -114,7 +123,14 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
         write_provenance(Path(run.__code__.co_filename).stem, started)
 
 
-def _check_writable(folder: Path) -> None:
+def _params_in_use() -> bytes | None:
+    """The bytes of params.yaml where the stage takes its values from there."""
+    if HydraConfig.initialized() and HydraConfig.get().job.config_name == "from_params":
+        return input_path("params.yaml").read_bytes()
+    return None
+
+
+def check_writable(folder: Path) -> None:
     """Fail before the work, not after it, where its results cannot be kept."""
     try:
         folder.mkdir(parents=True, exist_ok=True)

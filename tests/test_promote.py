@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from pipeline import promote, register, stage
 from pipeline.adapters.mlflow_registry import MlflowStore
 from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri, tag_texts
-from pipeline.core.artifacts import fingerprint_files, read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, fingerprint_weights, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.model_card import Evidence, headline_tags, identity_tags
 from pipeline.register import RegistryConfig
@@ -441,7 +441,7 @@ def build_draft(folder: Path) -> None:
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(folder)
     wrapped.save_pretrained(folder)
-    facts = {"compatibility_key": KEY, "fingerprint": fingerprint_files([folder / "model.safetensors"])}
+    facts = {"compatibility_key": KEY, "fingerprint": fingerprint_weights(folder)}
     write_json(folder / "draft.json", "domain-draft/draft", 1, {**facts, "dtype": "bfloat16"})
     (folder / "head_token_ids.json").write_text("[1, 2]")
     (folder / "config.yaml").write_text("distill:\n  epochs: 1\n")
@@ -449,12 +449,11 @@ def build_draft(folder: Path) -> None:
 
 def evaluated(root: Path, acceptance: float, passed: bool = True) -> None:
     """The files of the later stages about data/draft."""
-    metrics = made_metrics(
-        acceptance=acceptance, fingerprint=fingerprint_files([root / "data/draft/model.safetensors"])
-    )
+    metrics = made_metrics(acceptance=acceptance, fingerprint=fingerprint_weights(root / "data/draft"))
     write_json(root / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
     write_json(root / "data/eval/summary.json", "domain-draft/summary", 1, {"acceptance_rate": acceptance})
-    verdict = {**made_verdict(passed), "checks": []}
+    measured = fingerprint_files([root / "data/eval/metrics.json"])
+    verdict = {**made_verdict(passed), "checks": [], "metrics_fingerprint": measured}
     write_json(root / "data/gate/verdict.json", "domain-draft/verdict", 1, verdict)
     (root / "data/distill").mkdir(exist_ok=True)
     (root / "data/distill/history.csv").write_text("step,tokens,loss\n1,10,2.0\n")

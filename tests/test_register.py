@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from pipeline import gate, register, stage
 from pipeline.adapters.mlflow_registry import MlflowStore
 from pipeline.adapters.mlflow_store import resolve_tracking_uri
-from pipeline.core.artifacts import fingerprint_files, read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, fingerprint_weights, read_json, write_json
 from pipeline.core.errors import PipelineError
 from pipeline.core.gating import Check, judge
 
@@ -35,7 +35,7 @@ def build_draft(folder: Path, seed: int = 0) -> None:
         vocab_size=16, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    weights = fingerprint_files([folder / "model.safetensors"])
+    weights = fingerprint_weights(folder)
     facts = {"compatibility_key": KEY, "fingerprint": weights, "dtype": "float32", "layers": 1}
     write_json(folder / "draft.json", "domain-draft/draft", 1, facts)
     (folder / "head_token_ids.json").write_text("[1, 2]")
@@ -48,14 +48,15 @@ def write_verdict(root: Path, acceptance: float) -> None:
         "target": {"name": "tiny", "id": "builtin:tiny", "revision": "v1"},
         "domain": "legal",
         "compatibility_key": KEY,
-        "draft_fingerprint": fingerprint_files([root / "data/draft/model.safetensors"]),
+        "draft_fingerprint": fingerprint_weights(root / "data/draft"),
         "settings": {"draft_length": 3, "temperature": 0.0},
         "candidates": {"distilled": {"legal": {"acceptance_rate": entry}}},
         "lossless": {"value": 1.0, "interval": None, "count": 8, "reason": None, "departures": []},
     }
     write_json(root / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
     verdict = judge(metrics, [Check("acceptance_rate", "legal", "point", ">=", 0.4, "fail")])
-    facts = {"gate": "smoke", **verdict, "config": {"gate": {"name": "smoke"}}}
+    measured = fingerprint_files([root / "data/eval/metrics.json"])
+    facts = {"gate": "smoke", "metrics_fingerprint": measured, **verdict, "config": {"gate": {"name": "smoke"}}}
     write_json(root / "data/gate/verdict.json", "domain-draft/verdict", 1, facts)
 
 
@@ -298,6 +299,20 @@ def test_a_receipt_that_the_store_lacks_stops_at_once(project, store):
         assert store.uri in error.value.reason
         assert "MLFLOW_TRACKING_URI" in error.value.remedy and "receipt.json" in error.value.remedy
     assert len(store.client.search_runs(["1"])) == runs
+
+
+def test_damaged_weights_and_a_verdict_on_other_figures_are_refused(project):
+    weights = project / "data/draft/model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:1000])
+    with pytest.raises(PipelineError, match="not those that its draft.json names"):
+        register.run(config("damaged"))
+    weights.write_bytes(whole)
+    metrics = read_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1)
+    write_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1, {**metrics, "domain": "legal", "more": 1})
+    with pytest.raises(PipelineError, match="another evaluation"):
+        register.run(config("damaged"))
+    assert not (project / "data/registry").exists()
 
 
 def test_a_draft_of_another_target_is_refused(project):

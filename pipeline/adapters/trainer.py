@@ -214,18 +214,32 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 
 def newest_whole_checkpoint(checkpoints: Path) -> str | None:
-    """The newest checkpoint whose files are all there in full; others are named and, newer ones, removed."""
+    """The newest checkpoint whose files are all there in full, as are those of the best one so far, which it names; others
+    are named and, newer ones, removed."""
     folders = sorted(checkpoints.glob("checkpoint-*"), key=lambda folder: -int(folder.name.split("-")[-1]))
     for folder in folders:
-        try:
-            whole = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            whole = None
-        if whole and whole == _sizes(folder):
+        if not _is_whole(folder):
+            logger.warning("%s is not whole (a killed save or a damaged file): it is passed over.", folder)
+        elif (best := _best_of(folder)) and not _is_whole(best):
+            logger.warning("%s builds on %s, which is not whole: it is passed over.", folder, best.name)
+        else:
             return str(folder)
-        logger.warning("%s is not whole (a killed save or a damaged file): it is passed over.", folder)
         shutil.rmtree(folder)
     return None
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        whole = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(whole) and whole == _sizes(folder)
+
+
+def _best_of(folder: Path) -> Path | None:
+    """The best checkpoint so far, as the checkpoint in `folder` knows it."""
+    best = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["best_model_checkpoint"]
+    return folder.parent / Path(best).name if best else None
 
 
 def distill(

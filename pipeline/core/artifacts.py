@@ -89,3 +89,10 @@ def fingerprint_files(paths: list[Path]) -> str:
             while block := stream.read(1 << 22):
                 digest.update(block)
     return digest.hexdigest()[:16]
+
+
+def fingerprint_weights(folder: Path) -> str:
+    """16 hex digits that identify the weights and the architecture in a folder in transformers' format."""
+    return fingerprint_files(
+        [path for pattern in ("*.safetensors", "*.bin", "config.json") for path in folder.glob(pattern)]
+    )

@@ -72,8 +72,11 @@ class EvaluateConfig:
             raise ValueError(
                 f"evaluate.batch_sizes must be numbers >= 2 (1 is always measured), got {self.batch_sizes}"
             )
-        if any(not 0 <= temperature < float("inf") for temperature in self.temperatures):
-            raise ValueError(f"evaluate.temperatures must be numbers >= 0, got {self.temperatures}")
+        for temperature in self.temperatures:
+            try:
+                Sampling(temperature=temperature)
+            except ValueError as error:
+                raise ValueError(f"evaluate.temperatures: {error}, got {self.temperatures}") from None
         taken = [sibling.name for sibling in self.siblings]
         if len({*taken, *NAMES}) < len(taken) + len(NAMES):
             raise ValueError(f"evaluate.siblings need names of their own, other than {', '.join(NAMES)}; got {taken}")

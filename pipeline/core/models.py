@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from pipeline.core.artifacts import fingerprint, fingerprint_files
+from pipeline.core.artifacts import fingerprint, fingerprint_weights
 from pipeline.core.errors import PipelineError
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -145,8 +145,7 @@ def weights_fingerprint(location: str, config: PreTrainedConfig, revision: str |
     """What identifies the weights: the bytes of a local folder's files, or the hub id with its commit."""
     folder = Path(location)
     if folder.is_dir():
-        files = [path for pattern in ("*.safetensors", "*.bin", "config.json") for path in folder.glob(pattern)]
-        return fingerprint_files(files)
+        return fingerprint_weights(folder)
     return fingerprint(location, getattr(config, "_commit_hash", None) or revision or "main")
 
 

@@ -47,6 +47,7 @@ def promoted(project, **changes) -> None:
         "fingerprint": fingerprint,
         "tracking_uri": project.store.uri,
         "metrics": {"settings": {"draft_length": 4}},
+        "domain": "legal",
     }
     path = project.root / "data/champion/metrics.json"
     path.parent.mkdir(exist_ok=True)
@@ -74,6 +75,8 @@ def test_the_champion_takes_part_unless_it_is_this_draft_or_out_of_reach(project
     assert taking_part(project).skipped["champion"] == "the champion is this very draft"
     promoted(project, compatibility_key={**project.target.compatibility_key, "target": "another"})
     assert taking_part(project).skipped["champion"] == "the champion drafts for another target"
+    promoted(project, domain="contracts")
+    assert taking_part(project).skipped["champion"] == "the champion drafts for the domain contracts"
     assert not taking_part(project).comparable
     for unreachable in ({"version": "99"}, {"tracking_uri": "http://127.0.0.1:9"}):
         promoted(project, **unreachable)

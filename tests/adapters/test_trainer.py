@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -275,6 +276,23 @@ def test_when_every_checkpoint_is_broken_training_starts_anew(tmp_path, caplog):
     assert newest_whole_checkpoint(tmp_path) is None
     assert caplog.text.count("not whole") == 2 and not list(tmp_path.iterdir())
     assert newest_whole_checkpoint(tmp_path / "absent") is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_a_checkpoint_whose_best_one_is_broken_is_passed_over(damage, tmp_path, caplog):
+    """Else the newest weights would be taken for the best ones."""
+    for step, best in ((8, 8), (16, 8), (24, 8)):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("weights")
+        (folder / "trainer_state.json").write_text(f'{{"best_model_checkpoint": "elsewhere/checkpoint-{best}"}}')
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        (folder / COMPLETE).write_text(json.dumps(sizes))
+    assert newest_whole_checkpoint(tmp_path) == str(tmp_path / "checkpoint-24")
+    broken = tmp_path / "checkpoint-8" / "model.safetensors"
+    broken.unlink() if damage == "gone" else broken.write_text("w")
+    assert newest_whole_checkpoint(tmp_path) is None
+    assert "checkpoint-24 builds on checkpoint-8, which is not whole" in caplog.text
 
 
 def test_a_loss_that_is_not_finite_names_its_rows_and_changes_no_weight(target, answers, tmp_path):
