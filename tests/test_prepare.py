@@ -113,6 +113,13 @@ def test_a_failed_run_leaves_nothing(root):
     assert not (root / "data").exists()
 
 
+def test_the_word_for_all_domains_is_no_domain():
+    domain = own_domain("rows.jsonl", "jsonl")
+    domain["prompts"]["golden"]["all"] = 4
+    with pytest.raises(PipelineError, match="cannot be called 'all'"):
+        typed(domain)
+
+
 def test_domains_of_sources_and_counts_must_agree():
     domain = own_domain("rows.jsonl", "jsonl")
     domain["prompts"]["golden"]["code"] = 4

@@ -345,7 +345,15 @@ def test_an_unreachable_server_stops_before_anything_is_read(project, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "change", [{"alias": "v1"}, {"alias": "latest"}, {"alias": "a b"}, {"alias": "champion"}, {"model_name": "a/b"}]
+    "change",
+    [
+        {"alias": "v1"},
+        {"alias": "latest"},
+        {"alias": "a b"},
+        {"alias": "champion"},
+        {"model_name": "a/b"},
+        {"model_name": "client's"},
+    ],
 )
 def test_names_that_the_registry_refuses_are_refused_when_they_are_read(change):
     values = {

@@ -26,10 +26,10 @@ from pipeline.stage import execute
 
 HEAD = list(range(0, 100, 2)) + [1, 3]
 SETTINGS = {
-    "epochs": 3, "learning_rate": 1e-3, "tokens_per_step": 128, "evaluations": 4, "train_on_prompts": True, "sampled_rows": 8,
+    "epochs": 2, "learning_rate": 2e-4, "tokens_per_step": 128, "evaluations": 4, "train_on_prompts": True, "sampled_rows": 8,
     "chunk_tokens": 32,
 }  # fmt: skip
-STEPS = 12  # four in an epoch
+STEPS = 8  # four in an epoch
 SAVED, INTERRUPTED = 6, 7  # the last checkpoint of a run that is ended, inside its second epoch, and its last step
 
 

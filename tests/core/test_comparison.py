@@ -294,7 +294,7 @@ def test_lengths_that_cannot_be_decoded_are_refused_before_anything_runs(pair):
         with pytest.raises(PipelineError, match="exceed"):
             evaluate(contestants(target, draft), golden, golden, settings, config, seed=0)
     for change in (
-        {"batch_sizes": [1]}, {"temperatures": [-0.1]}, {"siblings": [Sibling("distilled", "x")]},
+        {"batch_sizes": [1]}, {"temperatures": [-0.1]}, {"temperatures": [1e9]}, {"siblings": [Sibling("distilled", "x")]},
         {"siblings": [Sibling("a", "x"), Sibling("a", "y")]},
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(change))):
