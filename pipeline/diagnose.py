@@ -1,7 +1,7 @@
 """diagnose: would this run work here, and what would it take?
 
 Reads:  the configuration; configs and tokenizers of target and draft, but no weights. With diagnose.score=true also
-        data/answers/{train,dev} and the weights of the drafts, not the target's.
+        data/answers/{train,dev} and the weights of the drafts (data/draft and the champion's if any), not the target's.
 Writes: nothing; prints one line per check.
 Does:   checks the models, the pair, the sources and the registry; compares the memory and disk that the stages need
         with what is free; says what the draft costs where it is served and from which acceptance on it pays. All
@@ -22,13 +22,16 @@ from urllib.parse import urlparse
 import hydra
 import torch
 from huggingface_hub import try_to_load_from_cache
+from transformers import PreTrainedModel
 
 from pipeline.adapters import target_checks
 from pipeline.adapters.draft_scores import (
+    Scoring,
     StoredAnswers,
     read_stored_answers,
+    score_distilled,
+    score_start,
     takes_weights_of_target,
-    token_acceptance,
 )
 from pipeline.adapters.drafts import (
     DraftConfig,
@@ -41,13 +44,15 @@ from pipeline.adapters.drafts import (
 from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.processes import LaunchConfig, check_command
 from pipeline.adapters.quantization import check_optimizer
+from pipeline.adapters.registered_drafts import RegisteredDraft, find_registered
 from pipeline.adapters.sources import READERS, SourceConfig, find_files
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint, pair_checks
 from pipeline.core.checks import Finding, Passed, Report, size_text
 from pipeline.core.comparison import machine
 from pipeline.core.errors import PipelineError
-from pipeline.core.evaluation_settings import DecodeSettings, EvaluateConfig
+from pipeline.core.evaluation_settings import DecodeSettings, EvaluateConfig, check_draft_lengths
+from pipeline.core.gating import check_rules
 from pipeline.core.models import (
     ModelConfig,
     default_device,
@@ -59,13 +64,14 @@ from pipeline.core.models import (
 )
 from pipeline.core.pruning import keep_layers
 from pipeline.core.report_page import TOKEN_ACCEPTANCE, measured
+from pipeline.core.roi import RoiConfig
 from pipeline.core.templates import encode_prompts, template_fingerprint
 from pipeline.core.training import DistillConfig
 from pipeline.gate import GateConfig
 from pipeline.generate import GenerateConfig
 from pipeline.prepare import DomainConfig
 from pipeline.register import RegistryConfig, check_receipt
-from pipeline.stage import execute, input_path
+from pipeline.stage import CHAMPION_FILE, execute, input_path, read_champion
 
 SPREAD = (
     "spread the target over devices (target.device_map=auto, or tensor parallelism where one's own code loads it), or"
@@ -79,7 +85,7 @@ FILLER = "the Licensee shall not assign or transfer this Agreement without the w
 class DiagnoseConfig:
     """What is looked at beyond the run itself."""
 
-    score: bool  # token acceptance of the drafts as they start, from stored answers
+    score: bool  # token acceptance of the drafts at hand, from stored answers
     batch: int  # requests that the service decodes together
     context_tokens: int | None  # of each of them, prompt and answer; null: as many as this run's longest
     memory_gib: float | None  # of the machine that serves, for weights and caches; null: what is free here
@@ -97,9 +103,10 @@ class Config:
     domain: DomainConfig
     generate: GenerateConfig
     distill: DistillConfig
-    decode: DecodeSettings  # this and the gate are only checked for their types and ranges
+    decode: DecodeSettings
     evaluate: EvaluateConfig
     gate: GateConfig
+    roi: RoiConfig
     registry: RegistryConfig
     launch: LaunchConfig
     diagnose: DiagnoseConfig
@@ -116,6 +123,9 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("generation rules", lambda found: target_checks.generation_rules(config.target, found), model)
     report.check("target quantization", lambda: target_checks.quantization(config.target))
     report.check("optimizer", lambda: _optimizer(config.distill.optimizer))
+    report.check("draft lengths", lambda: _draft_lengths(config))
+    report.check("gate", lambda: _gate(config))
+    report.check("money", lambda: _money(config))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
     report.check("chat template", lambda found: _chat_template(config.draft, found, root), target)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
@@ -123,8 +133,11 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("context length", pair_checks.context_length, pair)
     report.check("draft head", lambda found: _draft_head(config, found, root), target)
     prompt = report.check("prompt length", lambda *found: _prompt_length(config, *found), tokenizer, pair)
+    others = report.check("other candidates", lambda found: _other_candidates(config, found, root), target)
     for stage in ("generate", "distill", "evaluate"):
-        report.check(f"memory of {stage}", lambda *found, stage=stage: _memory(config, stage, *found), pair, prompt)
+        report.check(
+            f"memory of {stage}", lambda *found, stage=stage: _memory(config, stage, *found), pair, prompt, others
+        )
     _served(report, config, pair, prompt)
     report.check("disk", lambda *found: _disk(config, root, *found), model, pair)
     report.check("time (estimate)", lambda *found: _time(config, *found), pair, prompt)
@@ -149,11 +162,20 @@ def _served(report: Report, config: Config, pair: Finding, prompt: Finding) -> N
 
 
 def _scores(report: Report, config: Config, candidates: list[DraftConfig], root: Path) -> None:
-    """How well each of `candidates` guesses the stored dev answers before distillation."""
+    """How well each of `candidates` guesses the stored dev answers before distillation, and what was distilled already."""
     stored = report.check("stored answers", lambda: _stored_answers(config.target, root))
     for candidate in candidates:
         name = f"token acceptance of {candidate.name}"
         report.check(name, lambda found, candidate=candidate: _score(config, candidate, found, root), stored)
+    if (root / "data" / "draft").is_dir():
+        report.check(
+            "token acceptance of data/draft",
+            lambda found: _score_distilled(config, root / "data" / "draft", found),
+            stored,
+        )
+    if input_path(CHAMPION_FILE).exists():
+        name = "token acceptance of the champion"
+        report.check(name, lambda found: _score_distilled(config, _champion(config, root).folder(root), found), stored)
 
 
 def run(config: Config) -> None:
@@ -238,6 +260,25 @@ def _optimizer(name: str) -> Passed:
     return Passed(None, name)
 
 
+def _draft_lengths(config: Config) -> Passed:
+    lengths = check_draft_lengths(config.decode, config.evaluate)
+    return Passed(None, f"{', '.join(map(str, lengths))}, of {config.evaluate.max_new_tokens} tokens decoded")
+
+
+def _gate(config: Config) -> Passed:
+    check_rules(config.gate.checks, list(config.domain.prompts.golden))
+    return Passed(None, f"{config.gate.name}, {len(config.gate.checks)} rules")
+
+
+def _money(config: Config) -> Passed:
+    sizes = [1, *config.evaluate.batch_sizes]
+    detail = f"sheet {config.roi.name}, at batch {config.roi.batch}"
+    if config.roi.batch in sizes:
+        return Passed(None, detail)
+    warning = f"{detail}, which evaluate does not measure ({', '.join(map(str, sizes))})"
+    return Passed(None, "", warning, "set roi.batch to one of them, or add it to evaluate.batch_sizes.")
+
+
 def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Passed:
     """Tokens of a longest prompt with this tokenizer and template, against the positions of both models."""
     words = config.domain.prompt_words.maximum
@@ -259,7 +300,35 @@ def _prompt_length(config: Config, tokenizer: Any, pair: footprint.Pair) -> Pass
     return Passed(prompt, f"about {prompt} tokens for {words} words, {new} new ones; {limit or 'unlimited'} positions")
 
 
-def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Passed:
+def _other_candidates(config: Config, target: Target, root: Path) -> Passed:
+    """Siblings off the shelf and the champion, without weights; evaluate skips what is not to be had."""
+    found, missing = {}, []
+    for sibling in config.evaluate.siblings:
+        try:
+            start = off_the_shelf(sibling.name, sibling.id, sibling.revision)
+            check_draft(start, target, root)
+            found[sibling.name] = footprint.meta_model(draft_architecture(start, target, root))
+        except PipelineError as error:
+            missing.append(f"{sibling.name}: {error.reason}")
+    try:
+        if champion := _champion(config, root):
+            found["champion"] = footprint.meta_model(champion.config)
+    except PipelineError as error:
+        missing.append(f"champion: {error.reason}")
+    detail = ", ".join(f"{name} {model.num_parameters():,}" for name, model in found.items()) or "none"
+    return Passed(list(found.values()), detail, "; ".join(missing), "none needed: evaluate skips them." * bool(missing))
+
+
+def _champion(config: Config, root: Path) -> RegisteredDraft | None:
+    """The version that was promoted last, if any."""
+    champion = read_champion()
+    if champion is None:
+        return None
+    uri = f"models:/{champion['model_name']}/{champion['version']}"
+    return find_registered(uri, champion["tracking_uri"], config.registry.timeout_seconds, root)
+
+
+def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int, others: list[PreTrainedModel]) -> Passed:
     if stage == "generate":
         needs = pair.generate_memory(config.generate.batch_size, prompt + config.generate.max_new_tokens)
         remedy = f"lower generate.batch_size, set target.quantization, {SPREAD}."
@@ -269,7 +338,7 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int) -> Pa
         remedy = "lower distill.tokens_per_forward or distill.chunk_tokens, or choose a smaller draft."
     else:
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
-        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions)
+        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions, others)
         remedy = f"lower evaluate.tokens_per_forward, {SPREAD}."
     return _compare("memory", needs, _free_memory(config, pair), remedy)
 
@@ -362,19 +431,32 @@ def _stored_answers(config: ModelConfig, root: Path) -> Passed:
 
 
 def _score(config: Config, candidate: DraftConfig, stored: StoredAnswers, root: Path) -> Passed:
-    found = token_acceptance(
-        candidate,
-        stored,
-        root,
+    found = score_start(candidate, stored, _scoring(config), root)
+    loaded = "; the target's weights were loaded, since it starts from them" * takes_weights_of_target(candidate)
+    return Passed(None, f"before distillation, {_scored(config, found)}{loaded}")
+
+
+def _score_distilled(config: Config, folder: Path, stored: StoredAnswers) -> Passed:
+    return Passed(None, _scored(config, score_distilled(folder, stored, _scoring(config))))
+
+
+def _scoring(config: Config) -> Scoring:
+    return Scoring(
+        config.decode.sampling,
         config.distill.head_tokens,
         config.decode.draft_half_weights,
         config.evaluate.tokens_per_forward,
         config.evaluate.bootstrap_samples,
     )
+
+
+def _scored(config: Config, found: dict[str, dict[str, dict]]) -> str:
     shares = [f"{domain} {measured(metrics[TOKEN_ACCEPTANCE], 'share')}" for domain, metrics in found.items()]
     whole = measured(found["all"]["token_acceptance_full_head"], "share")
-    loaded = "; the target's weights were loaded, since it starts from them" * takes_weights_of_target(candidate)
-    return Passed(None, f"before distillation, greedy: {', '.join(shares)}; all with the full head {whole}{loaded}")
+    how = "greedy"
+    if not config.decode.sampling.greedy:
+        how = f"at temperature {config.decode.temperature:g} (estimated from the probabilities that are stored)"
+    return f"{how}: {', '.join(shares)}; all with the full head {whole}"
 
 
 def _registry(config: RegistryConfig, root: Path) -> Passed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import importlib.metadata
 import logging
 import os
@@ -23,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 from pipeline.core.artifacts import read_json, write_json
+from pipeline.core.ending import ending
 from pipeline.core.errors import PipelineError
 
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -31,6 +34,8 @@ COLUMNS_WITHOUT_TERMINAL = 160
 CHAMPION_FILE = "data/champion/metrics.json"  # written by promotion
 CHAMPION_SCHEMA = ("domain-draft/champion", 1)
 PROVENANCE_SCHEMA = ("domain-draft/provenance", 1)
+REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+RUN_OF_THEIR_OWN = ("distill", "register")  # stages that log in MLflow while they work
 STORE_TIMEOUT_SECONDS = 10.0  # of reads of the MLflow store for which no configuration says how long to wait
 
 ConfigT = TypeVar("ConfigT")
@@ -105,22 +110,46 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    started = time.time()
-    try:
-        check_writable(output_path("data"))
-        params = _params_in_use()
-        run(typed_config(cfg, schema))
-        if _params_in_use() != params:  # DVC would record what is there now as what the stage ran with
-            raise PipelineError(
-                "params.yaml changed while this stage ran: its result is not recorded.",
-                "run `make repro` again with the values that you want, one run at a time.",
-            )
-    except PipelineError as error:
-        place = f" (process {os.environ['RANK']})" if "RANK" in os.environ else ""
-        print(f"error{place}: {error}", file=sys.stderr)
-        sys.exit(1)
+    started, stage = time.time(), Path(run.__code__.co_filename).stem
+    with _stops_logged(stage, started):
+        try:
+            check_writable(output_path("data"))
+            params = _params_in_use()
+            run(typed_config(cfg, schema))
+            if _params_in_use() != params:  # DVC would record what is there now as what the stage ran with
+                raise PipelineError(
+                    "params.yaml changed while this stage ran: its result is not recorded.",
+                    "run `make repro` again with the values that you want, one run at a time.",
+                )
+        except (PipelineError, OSError) as error:
+            if isinstance(error, OSError):
+                if error.errno not in REFUSED_BY_THE_DISK:
+                    raise
+                error = PipelineError(f"{error}.", "free space or give write permission, then run it again.")
+            place = f" (process {os.environ['RANK']})" if "RANK" in os.environ else ""
+            print(f"error{place}: {error}", file=sys.stderr)
+            sys.exit(1)
     if os.environ.get("RANK", "0") == "0":
-        write_provenance(Path(run.__code__.co_filename).stem, started)
+        write_provenance(stage, started)
+
+
+def _stops_logged(stage: str, started: float) -> contextlib.AbstractContextManager[None]:
+    """Of a stage in the pipeline that stops in the block MLflow hears from a process of its own, since nothing else in most
+    stages needs the store."""
+    if _params_in_use() is None or stage in RUN_OF_THEIR_OWN:
+        return contextlib.nullcontext()
+
+    def end(status: str) -> None:
+        if status != "FINISHED":
+            error = sys.exception()
+            cause = error.__context__ if status == "FAILED" and isinstance(error, SystemExit) else error
+            _log_stopped([stage, status, str(started), f"{type(cause).__name__}: {cause}"])
+
+    return ending(end)
+
+
+def _log_stopped(arguments: list[str]) -> None:
+    subprocess.run([sys.executable, "-m", "pipeline.log_stopped", *arguments], cwd=PROJECT_ROOT, check=False)
 
 
 def _params_in_use() -> bytes | None:

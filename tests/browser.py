@@ -15,7 +15,7 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--virtual-time-budget=10000", "--dump-dom",
+    "--disable-component-update", "--disable-sync", "--virtual-time-budget=10000",
 )  # fmt: skip
 HARNESS = """<!doctype html><meta charset="utf-8"><iframe id="frame" style="border:0;height:800px;width:{width}px"></iframe>
 <pre id="found"></pre>
@@ -41,15 +41,26 @@ frame.srcdoc = page;
 def looked_at(page: str, width: int, dark: bool = False) -> dict:
     """What a browser finds in the HTML `page`, `width` pixels wide: width of view and content, headings, empty blocks, fetched
     addresses, number of scripts, background colour, errors."""
-    browser = next(filter(None, map(shutil.which, NAMES)), None)
-    if browser is None:
-        pytest.fail("This test needs a browser: install Chromium (Debian: apt-get install chromium).")
-    flags = [*FLAGS, "--blink-settings=preferredColorScheme=0"] if dark else FLAGS
+    scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as folder:
         text = json.dumps(page).replace("</", "<\\/")
         harness = Path(folder, "harness.html")
         harness.write_text(HARNESS.format(width=width, page=text), encoding="utf-8")
-        command = [browser, *flags, f"--user-data-dir={folder}/profile", harness.as_uri()]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    found = re.search(r'<pre id="found">(.*?)</pre>', done.stdout, re.DOTALL)
+        shown = _run("--dump-dom", *scheme, f"--user-data-dir={folder}/profile", harness.as_uri())
+    found = re.search(r'<pre id="found">(.*?)</pre>', shown, re.DOTALL)
     return json.loads(html.unescape(found.group(1)))
+
+
+def print_to_pdf(page: str, folder: Path) -> bytes:
+    """The HTML `page` as a browser prints it; `folder` is one to work in."""
+    source, printed = folder / "page.html", folder / "page.pdf"
+    source.write_text(page, encoding="utf-8")
+    _run(f"--print-to-pdf={printed}", f"--user-data-dir={folder}/profile", source.as_uri())
+    return printed.read_bytes()
+
+
+def _run(*arguments: str) -> str:
+    browser = next(filter(None, map(shutil.which, NAMES)), None)
+    if browser is None:
+        pytest.fail("This test needs a browser: install Chromium (Debian: apt-get install chromium).")
+    return subprocess.run([browser, *FLAGS, *arguments], capture_output=True, text=True, timeout=120, check=True).stdout

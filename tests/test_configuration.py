@@ -96,7 +96,8 @@ def test_core_imports_nothing_heavy():
 
 def test_core_imports_no_adapter_and_adapters_no_stage():
     stages = {
-        ROOT / "pipeline" / f"{name}.py" for name in [*STAGES, "diagnose", "promote", "stage", "compose", "summary"]
+        ROOT / "pipeline" / f"{name}.py"
+        for name in [*STAGES, "diagnose", "promote", "stage", "compose", "summary", "log_stopped"]
     }
     for path in (ROOT / "pipeline" / "core").glob("*.py"):
         assert all(found.parent.name == "core" for found in closure(path)), path

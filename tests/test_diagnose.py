@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
@@ -27,7 +28,7 @@ from transformers import (
 from pipeline import diagnose, stage
 from pipeline.adapters import quantization
 from pipeline.adapters.answer_files import write_answers
-from pipeline.adapters.drafts import DraftConfig
+from pipeline.adapters.drafts import DraftConfig, initial_draft, save_draft
 from pipeline.adapters.targets import Target
 from pipeline.core import footprint
 from pipeline.core.checks import Finding, Report
@@ -470,7 +471,7 @@ def test_each_candidate_has_a_line_and_a_fault_in_one_leaves_the_others(cfg, mon
         entry = {"value": 0.5, "interval": None, "count": 1, "reason": None}
         return {"all": {"token_acceptance_trimmed_head": entry, "token_acceptance_full_head": entry}}
 
-    monkeypatch.setattr(diagnose, "token_acceptance", scored)
+    monkeypatch.setattr(diagnose, "score_start", scored)
     monkeypatch.setattr(diagnose, "_stored_answers", lambda *_: diagnose.Passed(None, "there"))
     candidates = [DraftConfig(name, "pretrained", id="x/y") for name in ("broken", "whole")]
     report = Report()
@@ -480,3 +481,68 @@ def test_each_candidate_has_a_line_and_a_fault_in_one_leaves_the_others(cfg, mon
         ("token acceptance of whole", "ok"),
     ]
     assert "all 50.0 %" in report.findings[2].detail and "weights were loaded" not in report.findings[2].detail
+
+
+def test_siblings_count_in_the_memory_of_evaluate_and_a_missing_one_is_named(cfg, tmp_path):
+    alone = findings(cfg)
+    assert (alone["other candidates"].result, alone["other candidates"].detail) == ("ok", "none")
+    model = tiny_llama(vocabulary=264, num_hidden_layers=2, hidden_size=512, intermediate_size=1024)
+    model.save_pretrained(tmp_path / "large")
+    build_tiny_tokenizer().save_pretrained(tmp_path / "large")
+    named = [{"name": "large", "id": str(tmp_path / "large")}, {"name": "gone", "id": str(tmp_path / "gone")}]
+    cfg.evaluate.siblings = named
+    found = findings(cfg)
+    others = found["other candidates"]
+    assert others.result == "warning" and others.detail.startswith(f"large {model.num_parameters():,}; gone: ")
+    before, after = (re.search(r"drafts ([\d.]+) MiB", each["memory of evaluate"].detail)[1] for each in (alone, found))
+    in_half_precision = 2 * model.num_parameters() / (1 << 20)
+    assert float(after) - float(before) > 0.99 * in_half_precision
+
+
+@pytest.mark.parametrize(
+    ("override", "check", "words"),
+    [
+        ("decode.draft_length=500", "draft lengths", "A draft length of 500 exceeds"),
+        ("gate.checks.0.metric=speed", "gate", "has the metric 'speed'"),
+        ("gate.checks.0.domain=poems", "gate", "has the domain 'poems'"),
+        ("gate.checks=[]", "gate", "no checks"),
+    ],
+)
+def test_what_evaluate_and_gate_would_refuse_is_refused_before_anything_is_generated(override, check, words):
+    with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
+        found = findings(compose("config", overrides=["experiment=smoke", override]))
+    assert failed(found) == [check] and words in found[check].detail
+
+
+def test_a_load_on_the_money_sheet_that_is_not_measured_is_a_warning(cfg):
+    cfg.roi.batch = 32
+    found = findings(cfg)["money"]
+    assert found.result == "warning" and "at batch 32, which evaluate does not measure (1" in found.detail
+
+
+def test_money_that_cannot_be_is_refused(cfg):
+    cfg.roi.price_per_hour_after = -1
+    with pytest.raises(PipelineError, match="roi.price_per_hour_after must be > 0, got -1"):
+        stage.typed_config(cfg, diagnose.Config)
+
+
+def test_what_was_distilled_already_is_scored_too(cfg, root, tmp_path):
+    model = tiny_llama(vocabulary=259, num_hidden_layers=4, std=0.2)
+    model.save_pretrained(tmp_path / "target")
+    build_tiny_tokenizer().save_pretrained(tmp_path / "target")
+    cfg.target.id = str(tmp_path / "target")
+    cfg.diagnose.score, cfg.decode.temperature = True, 0.7
+    target = Target(ModelConfig(name="t", id=cfg.target.id, dtype="float32"), root)
+    for split in ("train", "dev"):
+        path = root / "data" / "answers" / split / "00000.parquet"
+        write_answers(path, answers_of(model, 3), {**target.facts, "target_domain": "legal"})
+    start = DraftConfig("whole", "pruned", keep_layers=[0, 1, 2, 3], dtype="float32")
+    save_draft(root / "data" / "draft", initial_draft(start, target, root), target, list(range(259)), start)
+    found = findings(cfg)
+    shutil.rmtree(root / "data")
+    assert not failed(found)
+    scored = found["token acceptance of data/draft"].detail
+    assert scored.startswith("at temperature 0.7 (estimated from the probabilities that are stored): legal ")
+    assert float(re.search(r"legal ([\d.]+) %", scored)[1]) > 60, (
+        "the target itself, but for the probability that is not stored"
+    )

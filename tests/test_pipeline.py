@@ -157,6 +157,26 @@ def test_multirun_jobs_write_into_their_own_folders(clone):
     assert (clone / "data/prompts/train.parquet").read_bytes() == before
 
 
+def test_a_stage_that_stops_leaves_a_run_that_says_why(clone):
+    """R06: FAILED, with a parent that is, in the store that the parameters name; a store out of reach costs a line."""
+    path = clone / "data/eval/metrics.json"
+    path.rename(clone / "metrics.json")
+    gate = [sys.executable, "-m", "pipeline.gate", "-cn", "from_params"]
+    failed, alone = run(gate, clone), run(gate, clone, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    (clone / "metrics.json").rename(path)
+    assert failed.returncode == alone.returncode == 1 and failed.stderr.count("\n") == 1
+    assert "not logged in MLflow: The MLflow store http://127.0.0.1:9 cannot be used" in alone.stderr
+    client = RunStore(read(clone, "data/registry/receipt.json")["tracking_uri"]).client
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    stopped = client.search_runs(experiments, "attributes.status = 'FAILED' and tags.stage = 'gate'")
+    child, parent = sorted(stopped, key=lambda found: found.info.run_name)
+    assert (child.info.run_name, parent.info.run_name) == ("gate", "tiny-legal-draft")
+    assert child.data.tags["mlflow.parentRunId"] == parent.info.run_id
+    assert "metrics.json does not exist" in child.data.tags["stopped_by"] and child.info.end_time
+    config = Path(client.download_artifacts(child.info.run_id, "config.yaml")).read_text()
+    assert yaml.safe_load(config) == yaml.safe_load((clone / "params.yaml").read_text())
+
+
 def test_the_candidate_is_promoted(clone):
     assert "is the champion" in checked([sys.executable, "-m", "pipeline.promote", "--force", "a test"], clone)
     document, receipt = read(clone, "data/champion/metrics.json"), read(clone, "data/registry/receipt.json")

@@ -273,7 +273,10 @@ def test_the_target_as_its_own_draft_agrees_always_saves_nothing_and_is_not_regi
     accepted = ("token_acceptance_trimmed_head", "token_acceptance_without_loops", "acceptance_rate")
     measures = {**dict.fromkeys((*accepted, "ttft_ratio", "smoothness"), one), "speedup": slower}
     metrics = read_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1)
-    metrics |= {"candidates": {"distilled": {"legal": measures}}, "memory": {"draft_share": 0.5}}
+    metrics |= {
+        "candidates": {"distilled": {"legal": measures}},
+        "memory": {"candidates": {"distilled": {"draft_share": 0.5}}},
+    }
     metrics |= {"champion": None, "versus_champion": None, "skipped": {"champion": "no draft was promoted yet"}}
     write_json(project / "data/eval/metrics.json", "domain-draft/metrics", 1, metrics)
     with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 from dataclasses import dataclass
 
 import pytest
@@ -26,16 +29,57 @@ def test_a_place_that_cannot_be_written_ends_the_stage_before_its_work(tmp_path,
     assert message.startswith(f"error: {tmp_path / 'data'} cannot be written") and message.count("\n") == 1
 
 
+def test_a_full_disk_is_an_error_with_a_remedy_and_a_fault_of_ours_a_traceback(tmp_path, monkeypatch, capsys):
+    def stage(number: int) -> None:
+        raise OSError(number, os.strerror(number), "data/answers")
+
+    monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
+    cfg = OmegaConf.create({"seed": 0})
+    with pytest.raises(SystemExit):
+        pipeline.stage.execute(lambda _: stage(errno.ENOSPC), Config, cfg)
+    message = capsys.readouterr().err
+    assert "No space left on device: 'data/answers'. Remedy: free space" in message and message.count("\n") == 1
+    with pytest.raises(FileNotFoundError):
+        pipeline.stage.execute(lambda _: stage(errno.ENOENT), Config, cfg)
+
+
 def test_params_that_change_while_a_stage_runs_are_not_recorded(tmp_path, monkeypatch, capsys):
     """DVC reads params.yaml after the stage: it would take the new values for those that made the result."""
     params = tmp_path / "params.yaml"
     params.write_text("seed: 0\n")
     monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(pipeline.stage, "_params_in_use", params.read_bytes)
+    monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda _: None)
     with pytest.raises(SystemExit) as ended:
         pipeline.stage.execute(lambda _: params.write_text("seed: 1\n"), Config, OmegaConf.create({"seed": 0}))
     assert ended.value.code == 1
     assert "params.yaml changed while this stage ran" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "reason"),
+    [
+        (lambda: signal.raise_signal(signal.SIGTERM), "KILLED", "Terminated: 143"),
+        (lambda: signal.raise_signal(signal.SIGINT), "KILLED", "KeyboardInterrupt: "),
+        (lambda: [].pop(), "FAILED", "IndexError: pop from empty list"),
+        (
+            lambda: pipeline.stage.input_path("data/champion/metrics.json").stat() and None,
+            "FAILED",
+            "FileNotFoundError: ",
+        ),
+    ],
+)
+def test_a_stage_of_the_pipeline_that_stops_says_so_and_why(tmp_path, monkeypatch, stop, status, reason):
+    logged = []
+    monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(pipeline.stage, "_params_in_use", lambda: b"seed: 0")
+    monkeypatch.setattr(pipeline.stage, "_log_stopped", logged.append)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(BaseException):
+        pipeline.stage.execute(lambda _: stop(), Config, OmegaConf.create({"seed": 0}))
+    ((stage, ended, began, why),) = logged
+    assert (stage, ended) == ("test_stage", status) and float(began) > 0 and why.startswith(reason)
+    assert signal.getsignal(signal.SIGTERM) == before and not (tmp_path / "data/provenance").exists()
 
 
 def test_a_damaged_champion_is_not_taken_for_none(tmp_path, monkeypatch):

@@ -1,12 +1,14 @@
-"""How well drafts, as they start, guess the target's stored answers: which to distil, or whether one needs to be."""
+"""How well drafts guess the target's stored answers: which to distil, or whether one needs to be."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from pipeline.adapters.answer_files import read_answers, read_facts
-from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft
+from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, load_draft
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.core.answers import Answer
 from pipeline.core.drafters import ModelDrafter
@@ -26,6 +28,17 @@ class StoredAnswers:
     dev: list[Answer]
 
 
+@dataclass
+class Scoring:
+    """How drafts are served, and how they are scored."""
+
+    sampling: Sampling
+    head_tokens: int  # of a draft that is not distilled yet
+    half_weights: bool
+    tokens_per_forward: int
+    bootstrap_samples: int
+
+
 def read_stored_answers(target: Target, folder: Path) -> StoredAnswers:
     """The splits of `folder`; raises `PipelineError` where they are missing or another target's."""
     check_same_target(read_facts(folder / "dev"), target)
@@ -37,20 +50,11 @@ def takes_weights_of_target(config: DraftConfig) -> bool:
     return config.init in ("pruned", "config")
 
 
-def token_acceptance(
-    config: DraftConfig,
-    stored: StoredAnswers,
-    root: Path,
-    head_tokens: int,
-    half_weights: bool,
-    tokens_per_forward: int,
-    bootstrap_samples: int,
-) -> dict[str, dict[str, dict]]:
-    """domain (and "all") -> the token acceptances of the draft before distillation, as measures.
+def score_start(config: DraftConfig, stored: StoredAnswers, scoring: Scoring, root: Path) -> dict[str, dict[str, dict]]:
+    """domain (and "all") -> the token acceptances of a draft before distillation, as measures.
 
-    Greedy, so that the target's stored most probable tokens decide: its weights are loaded only where the draft starts
-    from them (`takes_weights_of_target`). `head_tokens` and `half_weights` say how the draft is served. Where its
-    layers are still to be chosen, it has the most that are tried.
+    The target's stored probabilities stand for it: its weights are loaded only where the draft starts from them
+    (`takes_weights_of_target`). Where its layers are still to be chosen, it has the most that are tried.
     """
     target = stored.target
     shared = check_draft(config, target, root).shared_ids
@@ -60,9 +64,20 @@ def token_acceptance(
     draft = initial_draft(config, target, root)
     target.unload()
     cast_parameters(draft, resolve_dtype(config.dtype, default_device()))
-    head = domain_token_ids(stored.train, head_tokens, target.eos_token_ids, shared)
-    drafter = ModelDrafter(draft, head, half_weights)
-    vocabulary = range(target.vocabulary_size)
-    found = teacher_forced(drafter, None, stored.dev, vocabulary, Sampling(), tokens_per_forward)
+    head = domain_token_ids(stored.train, scoring.head_tokens, target.eos_token_ids, shared)
+    return _score(draft, head, stored, scoring)
+
+
+def score_distilled(folder: Path, stored: StoredAnswers, scoring: Scoring) -> dict[str, dict[str, dict]]:
+    """As `score_start`, of the distilled draft in `folder` with its own trimmed head."""
+    return _score(*load_draft(folder, stored.target), stored, scoring)
+
+
+def _score(
+    draft: PreTrainedModel, head: list[int], stored: StoredAnswers, scoring: Scoring
+) -> dict[str, dict[str, dict]]:
+    drafter = ModelDrafter(draft, head, scoring.half_weights)
+    vocabulary = range(stored.target.vocabulary_size)
+    found = teacher_forced(drafter, None, stored.dev, vocabulary, scoring.sampling, scoring.tokens_per_forward)
     domains = aggregate(found, lambda row: row.domain)
-    return {domain: agreement_metrics(rows, bootstrap_samples) for domain, rows in domains.items()}
+    return {domain: agreement_metrics(rows, scoring.bootstrap_samples) for domain, rows in domains.items()}

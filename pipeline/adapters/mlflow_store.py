@@ -11,16 +11,14 @@ import logging
 import math
 import os
 import re
-import signal
 import socket
 import sqlite3
 import subprocess
 import tempfile
-import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
 
+from pipeline.core.ending import ending
 from pipeline.core.errors import PipelineError
 
 logging.getLogger("mlflow").setLevel(logging.WARNING)
@@ -243,43 +242,6 @@ def child_of(run_id: str) -> dict[str, str]:
 
 def is_child(run: Run) -> bool:
     return MLFLOW_PARENT_RUN_ID in run.data.tags
-
-
-class Terminated(SystemExit):
-    """SIGTERM came."""
-
-
-@contextlib.contextmanager
-def ending(end: Callable[[str], None]) -> Iterator[None]:
-    """Call `end` with how the block ended: FINISHED, KILLED by SIGTERM or an interrupt, or FAILED."""
-    with _sigterm_as_exception():
-        try:
-            yield
-        except (KeyboardInterrupt, Terminated):
-            end("KILLED")
-            raise
-        except BaseException:
-            end("FAILED")
-            raise
-        end("FINISHED")
-
-
-@contextlib.contextmanager
-def _sigterm_as_exception() -> Iterator[None]:
-    """Let SIGTERM raise in the block, so that it is left in order. Only a main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(number: int, _frame: Any) -> None:
-        signal.signal(number, signal.SIG_IGN)
-        raise Terminated(128 + number)
-
-    previous = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 @contextlib.contextmanager

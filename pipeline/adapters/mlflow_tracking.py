@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from omegaconf import OmegaConf
 
 from pipeline.core.artifacts import atomic_path
+from pipeline.core.ending import ending
 from pipeline.core.errors import PipelineError
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def stage_run(
     if tracking is None or not main_process:
         yield Untracked()
         return
-    from pipeline.adapters.mlflow_store import RunStore, check_store, ending, git_tags, resolve_tracking_uri
+    from pipeline.adapters.mlflow_store import RunStore, check_store, git_tags, resolve_tracking_uri
 
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own would hold the stage up for minutes
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(math.ceil(tracking.timeout_seconds)))

@@ -5,8 +5,9 @@ the process that opened it. Only distillation, the one stage worth watching, has
 (`pipeline.adapters.mlflow_tracking`), which joins the tree when this is complete. The stages before and after it are logged
 from what they wrote: their configuration, their figures, and start and duration from data/provenance/. Live runs of
 theirs would make each of them wait for the store, let an edit in here answer all prompts anew, and leave the stages that
-DVC skips out of the tree, whereas what these wrote belongs to it. The price: a stage other than distill and register that
-fails leaves no run, and neither does the report, which is drawn from the same files afterwards.
+DVC skips out of the tree, whereas what these wrote belongs to it. One that stops before its end leaves a tree of its own,
+FAILED or KILLED, of the pipeline's run and the stage (`pipeline.log_stopped`). The report, drawn from the same files
+afterwards, leaves a run only then.
 
 A live run has one parent, the first tree that was completed with the draft that it made. Later trees of the same draft (the
 evaluation or the gate changed) log distillation from its files, and name the live run in a tag.

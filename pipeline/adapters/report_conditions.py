@@ -7,8 +7,8 @@ from typing import Any
 
 from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell
 from pipeline.core.gating import CANDIDATE
-from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, no_data
-from pipeline.core.report_page import domains, found, quantity, words
+from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, UNDER_LOAD, no_data
+from pipeline.core.report_page import candidates, domains, found, quantity, words
 
 LATENCY = (
     "ttft_seconds", "ttft_ratio", "latency_seconds", "itl_p50_seconds", "itl_p95_seconds", "itl_p99_seconds", "smoothness",
@@ -33,7 +33,7 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
-        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED_BRIEFLY),
+        "batches": _row_table(metrics["by_batch"], "batch", "requests together", UNDER_LOAD),
         "temperatures": _row_table(
             metrics["by_temperature"],
             "temperature",
@@ -41,7 +41,7 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
             (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3]),
         ),
         "engines": _engine_table(metrics),
-        "memory": _memory_table(metrics["memory"]),
+        "memory": _memory_table(metrics),
         "champion": _champion_table(metrics),
     }
 
@@ -61,7 +61,14 @@ def condition_sentences(metrics: dict[str, Any]) -> dict[str, str]:
     tuned = metrics["dev"].get("token_acceptance_trimmed_head") or no_data("not measured")
     golden = found(metrics, CANDIDATE, metrics["domain"], "token_acceptance_trimmed_head")
     both = f"{measure_cell(tuned, 'share').text} on dev prompts, {measure_cell(golden, 'share').text} on golden ones"
+    memory = metrics["memory"]
     return {
+        "memory_sentence": (
+            f"Beside the target's weights, {quantity(memory['target_weight_bytes'], 'bytes')}, and its cache for one request of"
+            f" {memory['cache_positions']} tokens, {quantity(memory['target_cache_bytes'], 'bytes')}. Memory efficiency is"
+            f" {METRICS['memory_efficiency'].meaning}. The {METRICS['peak_bytes'].meaning}, is"
+            f" {quantity(memory['peak_bytes'], 'bytes')}."
+        ),
         "skipped_sentence": f"Not compared: {skipped}." if skipped else "",
         "dev_sentence": f"Token acceptance on {metrics['domain']} is {both}, which nothing was tuned on.",
     }
@@ -118,18 +125,15 @@ def _engine_table(metrics: dict[str, Any]) -> Table:
     return Table(["an engine that", *domains(metrics)], rows)
 
 
-def _memory_table(memory: dict[str, Any]) -> Table:
-    rows = [
-        [Cell(words(name)), number_cell(value / (1 << 20), "MiB")]
-        for name, value in memory.items()
-        if name.endswith(("weight_bytes", "cache_bytes"))
-    ]
-    rows.append([Cell("draft share of models and caches"), number_cell(memory["draft_share"], "share")])
-    peak = METRICS["peak_bytes"].meaning
-    rows.append([Cell(peak), number_cell(memory["peak_bytes"] / (1 << 20), "MiB")])
-    efficiency = METRICS["memory_efficiency"]
-    rows.append([Cell(efficiency.meaning), measure_cell(memory["memory_efficiency"], efficiency.unit)])
-    return Table([f"one request of {memory['cache_positions']} tokens", ""], rows)
+def _memory_table(metrics: dict[str, Any]) -> Table:
+    memory = metrics["memory"]
+    rows = []
+    for name in candidates(metrics):
+        own = memory["candidates"][name]
+        taken = [number_cell(own[part], "bytes") for part in ("weight_bytes", "cache_bytes")]
+        efficiency = measure_cell(own["memory_efficiency"], METRICS["memory_efficiency"].unit)
+        rows.append([Cell(words(name)), *taken, number_cell(own["draft_share"], "share"), efficiency])
+    return Table(["candidate", "weights", "cache", "share of target and draft", "memory efficiency"], rows)
 
 
 def _champion_table(metrics: dict[str, Any]) -> Table:

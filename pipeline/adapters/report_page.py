@@ -66,6 +66,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "lossless_sentences": _lossless_sentences(documents.metrics),
         "training_sentence": _training_sentence(plots["history"]),
         "cost_sentence": _cost_sentence(documents.metrics),
+        "formulas": PREDICTIONS,
         "reference_sentence": _reference_sentence(documents.metrics["reference"]),
         **condition_sentences(documents.metrics),
         "money_sentence": _money_sentence(documents),
@@ -210,14 +211,24 @@ def _speed_table(metrics: dict[str, Any]) -> Table:
 
 
 def _prediction_table(metrics: dict[str, Any]) -> Table:
-    shown = domains(metrics)
-    speedups = [measure_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio") for domain in shown]
-    rows = [[Cell("measured"), Cell("plain seconds / speculative seconds, both prefills included"), *speedups]]
-    for name, formula in PREDICTIONS.items():
-        values = [predicted(metrics, CANDIDATE, domain, name) for domain in shown]
-        cells = [number_or_reason(value, "ratio", "needs figures that were not measured") for value in values]
-        rows.append([Cell(name), Cell(formula), *cells])
-    return Table(["speedup", "formula", *shown], rows)
+    rows = []
+    for domain in domains(metrics):
+        for candidate in candidates(metrics):
+            measured_speedup = found(metrics, candidate, domain, "speedup")
+            if candidate != CANDIDATE and measured_speedup["value"] is None:
+                continue
+            values = [predicted(metrics, candidate, domain, name) for name in PREDICTIONS]
+            rows.append(
+                [
+                    Cell(domain),
+                    Cell(words(candidate)),
+                    number_cell(metrics["draft_lengths"][candidate], "tokens"),
+                    number_cell(metrics["cost_ratios"][candidate], ""),
+                    measure_cell(measured_speedup, "ratio"),
+                    *(number_or_reason(value, "ratio", "needs figures that were not measured") for value in values),
+                ]
+            )
+    return Table(["domain", "candidate", "k", "cost ratio c", "measured", *PREDICTIONS], rows)
 
 
 def _reference_sentence(reference: dict[str, float | None]) -> str:

@@ -21,6 +21,7 @@ from pipeline.core.conditions import (
     by_batch,
     by_draft_length,
     by_temperature,
+    costs_of_candidates,
     dev_acceptance,
     own_draft_lengths,
     pick,
@@ -52,6 +53,7 @@ from pipeline.core.evaluation_settings import (
     Contestants,
     DecodeSettings,
     EvaluateConfig,
+    check_draft_lengths,
 )
 from pipeline.core.experts import experts_touched
 from pipeline.core.memory import memory
@@ -84,9 +86,9 @@ def evaluate(
 ) -> Outcome:
     """Measure the distilled draft beside all other candidates on golden prompts, in one engine and one run, each at the
     draft length that suits it."""
-    sampling = Sampling(decode.temperature, decode.top_k, decode.top_p, decode.min_p)
-    lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
-    models = _fitting(models, [*dev, *golden], max(lengths), config)
+    sampling = decode.sampling
+    lengths = check_draft_lengths(decode, config)
+    models = _fitting(models, [*dev, *golden], config)
     agreements = _agreements(models, golden, config, sampling)
     packed = dataclasses.replace(models, target=decoding_view(models.target))
     costs = _costs(packed, dev, lengths)
@@ -102,14 +104,16 @@ def evaluate(
     chosen = decode.draft_length or cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
     settings = dataclasses.replace(settings, draft_length=chosen)
     timed, roster = _roster(models, golden, config)
-    chosen_for = own_draft_lengths(packed, tuned, settings, costs, decode, config)
+    costs_of = costs_of_candidates(packed, costs, config)
+    chosen_for = own_draft_lengths(packed, tuned, settings, costs_of, decode, config)
     engine = _engine(packed, settings, config, chosen_for)
     requests, plain = time_candidates(
         engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
     )
     candidates = _candidates(requests, agreements, chosen_for, config, lambda row: row.domain)
-    for metrics in candidates[DISTILLED].values():
-        metrics["predicted_speedup"] = _predictions(metrics, chosen, costs)
+    for name, groups in candidates.items():
+        for found in groups.values():
+            found["predicted_speedup"] = _predictions(found, chosen_for[name], costs_of[name])
     own = [answer for answer in golden if answer.domain == models.domain]
     gap = _served_gap(models.domain, timed, candidates[DISTILLED], agreements[DISTILLED], chosen, config)
     dev_agreement = agreement_metrics(_distilled_agreement(models, own_dev, config, sampling), config.bootstrap_samples)
@@ -117,6 +121,7 @@ def evaluate(
         "domain": models.domain,
         "settings": _settings(models, decode, settings),
         "draft_lengths": chosen_for,
+        "cost_ratios": {name: own.cost_ratio for name, own in costs_of.items()},
         "candidates": candidates,
         "skipped": models.skipped,
         "by_task": _candidates(requests, agreements, chosen_for, config, lambda row: f"{row.domain}, {row.task}"),
@@ -129,7 +134,7 @@ def evaluate(
         "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
         "costs": costs.document(),
-        "memory": memory(models, timed, settings, candidates[DISTILLED].get(models.domain, {})),
+        "memory": memory(models, timed, config.max_new_tokens, chosen_for, candidates),
         "served_gap": gap,
         "warnings": _warnings(gap, models.domain, dev_agreement, candidates[DISTILLED].get(models.domain, {})),
         "machine": machine(),
@@ -158,14 +163,9 @@ def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_m
     return costs
 
 
-def _fitting(models: Contestants, answers: list[Answer], draft_length: int, config: EvaluateConfig) -> Contestants:
+def _fitting(models: Contestants, answers: list[Answer], config: EvaluateConfig) -> Contestants:
     """Refuse, before anything is measured, lengths that cannot be decoded; siblings and a champion with too short a context
     are skipped."""
-    if draft_length > config.max_new_tokens:
-        raise PipelineError(
-            f"A draft length of {draft_length} exceeds the {config.max_new_tokens} tokens decoded per prompt.",
-            "lower decode.draft_length or evaluate.draft_lengths, or raise evaluate.max_new_tokens.",
-        )
     prompt = max(len(answer.prompt_ids) for answer in answers)
     new = max(config.max_new_tokens, config.lossless_new_tokens)
     needed = max(prompt + new, *(len(answer.prompt_ids) + len(answer.answer_ids) for answer in answers))
@@ -359,12 +359,11 @@ def served_gap(
 ) -> dict[str, float | None]:
     """How often the decoder accepted the first drafted token on the target domain, beside what teacher-forced agreement
     on the same prompts' golden answers predicts; `tokens` of each were decoded."""
-    predicted = (
-        expected_acceptance_by_position([row.overlaps[:tokens] for row in agreements], draft_length) or [None]
-    )[0]
-    served = (distilled.get(domain, {}).get("acceptance_by_position", {}).get("value") or [None])[0]
-    gap = None if predicted is None or served is None else served - predicted
-    return {"predicted_first_drafted_token": predicted, "first_drafted_token": served, "gap": gap}
+    expected = expected_acceptance_by_position([row.overlaps[:tokens] for row in agreements], draft_length)
+    served = distilled.get(domain, {}).get("acceptance_by_position", {}).get("value")
+    predicted, measured = (by_position[0] if by_position else None for by_position in (expected, served))
+    gap = None if predicted is None or measured is None else measured - predicted
+    return {"predicted_first_drafted_token": predicted, "first_drafted_token": measured, "gap": gap}
 
 
 def _warnings(served: dict[str, float | None], domain: str, dev: dict[str, dict], golden: dict[str, dict]) -> list[str]:
@@ -389,6 +388,8 @@ def _warnings(served: dict[str, float | None], domain: str, dev: dict[str, dict]
 def summarise(metrics: dict[str, Any]) -> dict[str, float | str | None]:
     """The headline figures, flat, for `dvc metrics`."""
     summary: dict[str, float | str | None] = {
+        "target": metrics["target"]["name"],
+        "domain": metrics["domain"],
         "draft_length": metrics["settings"]["draft_length"],
         "cost_ratio": metrics["costs"]["cost_ratio"],
         "lossless": metrics["lossless"]["value"],

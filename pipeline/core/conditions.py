@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from typing import Any
 
 from tqdm import tqdm
@@ -18,12 +17,15 @@ from pipeline.core.evaluation import (
     Agreement,
     Engine,
     Request,
+    Timed,
     agreement_metrics,
     lookup_agreement,
+    paired_request,
     served_metrics,
     teacher_forced,
     time_candidates,
     time_one,
+    time_together,
 )
 from pipeline.core.evaluation_settings import (
     CHAMPION,
@@ -36,6 +38,7 @@ from pipeline.core.evaluation_settings import (
 )
 from pipeline.core.metrics import (
     SERVED_BRIEFLY,
+    UNDER_LOAD,
     acceptance_by_position,
     aggregate,
     difference_measure,
@@ -63,51 +66,65 @@ def dev_acceptance(models: Contestants, dev: list[Answer], settings: DecodeConfi
     return acceptance_by_position(sequences, settings.draft_length)
 
 
+def costs_of_candidates(
+    models: Contestants, costs: cost_model.Costs, config: EvaluateConfig
+) -> dict[str, cost_model.Costs]:
+    """The costs of every candidate: the target's of `costs`, which are the distilled draft's, with a step of its own.
+
+    Copying from the text takes no pass of a model. A candidate that is served at a k which `costs` lack adds its pass.
+    """
+    found = {LOOKUP: dataclasses.replace(costs, draft_step_seconds=0.0), DISTILLED: costs}
+    for name in models.drafts:
+        if name != DISTILLED:
+            lengths = sorted({max(config.draft_lengths), _served_length(models, name, config) or 1})
+            own = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS)
+            passes = own.target_pass_seconds | costs.target_pass_seconds
+            found[name] = dataclasses.replace(
+                costs, draft_step_seconds=own.draft_step_seconds, target_pass_seconds=passes
+            )
+    return found
+
+
+def _served_length(models: Contestants, name: str, config: EvaluateConfig) -> int | None:
+    """The k that a candidate is served with already, as far as there are tokens to decode."""
+    served = models.drafts[name].draft_length if name in models.drafts else None
+    return served and min(served, config.max_new_tokens)
+
+
 def own_draft_lengths(
     models: Contestants,
     dev: list[Answer],
     settings: DecodeConfig,
-    costs: cost_model.Costs,
+    costs: dict[str, cost_model.Costs],
     decode: DecodeSettings,
     config: EvaluateConfig,
 ) -> dict[str, int]:
-    """The k of every candidate, so that each is shown at its best.
+    """The k of every candidate of `costs`, so that each is shown at its best.
 
     The distilled draft has that of `settings`, and the champion the one that it is served with. The others have the
     configured one, or the best by their own costs and what their teacher-forced agreement on `dev` predicts.
     """
-    chosen = {DISTILLED: settings.draft_length}
-    for name in (LOOKUP, *models.drafts):
-        served = models.drafts[name].draft_length if name in models.drafts else None
-        if name == DISTILLED:
-            continue
+    chosen = {}
+    for name, own in costs.items():
+        served = settings.draft_length if name == DISTILLED else _served_length(models, name, config)
         if served or decode.draft_length or not dev:
-            chosen[name] = min(served or settings.draft_length, config.max_new_tokens)
+            chosen[name] = served or settings.draft_length
         else:
-            expected, own = _expected(models, name, dev, settings, costs, config)
+            expected = _expected_acceptance(models, name, dev, settings, config)
             chosen[name] = cost_model.best_draft_length(expected or [0.0], config.draft_lengths, own)
     return chosen
 
 
-def _expected(
-    models: Contestants,
-    name: str,
-    dev: list[Answer],
-    settings: DecodeConfig,
-    costs: cost_model.Costs,
-    config: EvaluateConfig,
-) -> tuple[list[float] | None, cost_model.Costs]:
-    """Predicted acceptance by position of a candidate that was not decoded, and its costs beside the target's of `costs`."""
+def _expected_acceptance(
+    models: Contestants, name: str, dev: list[Answer], settings: DecodeConfig, config: EvaluateConfig
+) -> list[float] | None:
+    """Predicted acceptance by position of a candidate that was not decoded."""
     if name == LOOKUP:
-        agreed, step = lookup_agreement(dev, config.lookup_ngram, settings.sampling), 0.0
+        agreed = lookup_agreement(dev, config.lookup_ngram, settings.sampling)
     else:
         common = (dev, models.vocabulary, settings.sampling, config.tokens_per_forward)
         agreed = teacher_forced(models.drafter(name), models.target, *common)
-        lengths = [max(config.draft_lengths)]
-        measured = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS)
-        step = measured.draft_step_seconds
-    expected = expected_acceptance_by_position([row.overlaps for row in agreed], max(config.draft_lengths))
-    return expected, dataclasses.replace(costs, draft_step_seconds=step)
+    return expected_acceptance_by_position([row.overlaps for row in agreed], max(config.draft_lengths))
 
 
 def by_draft_length(
@@ -195,7 +212,7 @@ def by_batch(
                     "batch": size,
                     "draft_length": None,
                     "predicted_speedup": None,
-                    **dict.fromkeys(SERVED_BRIEFLY, nothing),
+                    **dict.fromkeys(UNDER_LOAD, nothing),
                 }
             )
             continue
@@ -209,10 +226,25 @@ def by_batch(
     return rows
 
 
+@dataclasses.dataclass
+class _Lot:
+    """Prompts decoded together."""
+
+    runs: list[Timed]
+    target_passes: int  # each over all rows, or one prompt's prefill
+
+    @property
+    def seconds(self) -> float:
+        return max(run.seconds for run in self.runs)
+
+
 def _lots_timed(
     models: Contestants, lots: list[list[Answer]], settings: DecodeConfig, config: EvaluateConfig, seed: int
 ) -> dict[str, dict]:
-    """The lots decoded by both in turns that begin with one and the other; each counts with its run of median time."""
+    """The lots decoded by both in turns that begin with one and the other; each counts with its run of median time.
+
+    A lot's throughput is of all its tokens; acceptance and the waits are of its requests, each beside its plain run.
+    """
     size = len(lots[0])
     decoders = {
         PLAIN: Decoder(models.target, None, settings, slots=size),
@@ -220,43 +252,39 @@ def _lots_timed(
     }
     for decoder in decoders.values():
         _decode_lot(decoder, lots[0], seed)
-    seconds: dict[str, list[float]] = {name: [] for name in decoders}
-    drafted, accepted, emitted, rounds = [], [], [], []
+    requests: list[Request] = []
+    counted: dict[str, list[_Lot]] = {name: [] for name in decoders}
     for index, lot in enumerate(tqdm(lots, desc=f"batch size {size}", unit=" lots")):
-        runs: dict[str, list[float]] = {name: [] for name in decoders}
-        sequences: dict[str, list] = {}
+        runs: dict[str, list[_Lot]] = {name: [] for name in decoders}
         for turn in range(index, index + config.repeats):
             for name in (PLAIN, DISTILLED) if turn % 2 == 0 else (DISTILLED, PLAIN):
-                started = time.perf_counter()
-                sequences[name] = _decode_lot(decoders[name], lot, seed)
-                runs[name].append(time.perf_counter() - started)
+                runs[name].append(_decode_lot(decoders[name], lot, seed))
         for name, timed in runs.items():
-            seconds[name].append(sorted(timed)[config.repeats // 2])
-        blocks = [block for sequence in sequences[DISTILLED] for block in sequence.rounds]
-        drafted.append(sum(block.drafted for block in blocks))
-        accepted.append(sum(block.accepted for block in blocks))
-        emitted.append(sum(block.emitted for block in blocks))
-        rounds.append(len(blocks))
+            counted[name].append(sorted(timed, key=lambda run: run.seconds)[config.repeats // 2])
+        pairs = zip(lot, counted[DISTILLED][-1].runs, counted[PLAIN][-1].runs, strict=True)
+        for answer, ours, plain in pairs:
+            request = paired_request(DISTILLED, answer, ours, plain)
+            requests.append(dataclasses.replace(request, cluster=str(index)))
     names = [str(index) for index in range(len(lots))]
     tokens, samples = [size * settings.max_new_tokens] * len(lots), config.bootstrap_samples
+    seconds = {name: [lot.seconds for lot in timed] for name, timed in counted.items()}
+    passes = {name: [lot.target_passes for lot in timed] for name, timed in counted.items()}
+    saved = [plain - ours for plain, ours in zip(passes[PLAIN], passes[DISTILLED], strict=True)]
     found = {
-        "acceptance_rate": ratio_measure(accepted, drafted, names, samples),
-        "mean_acceptance_length": ratio_measure(emitted, rounds, names, samples),
+        **served_metrics(requests, settings.draft_length, samples),
         "speedup": ratio_measure(seconds[PLAIN], seconds[DISTILLED], names, samples),
         "tokens_per_second": ratio_measure(tokens, seconds[DISTILLED], names, samples),
         "plain_tokens_per_second": ratio_measure(tokens, seconds[PLAIN], names, samples),
+        "target_passes_saved": ratio_measure(saved, passes[PLAIN], names, samples),
     }
     interval = {} if len(lots) >= LOTS_OF_AN_INTERVAL else {"interval": None}
-    return {name: {**entry, **interval, "count": size * len(lots)} for name, entry in found.items()}
+    return {name: {**entry, **interval, "count": len(requests)} for name, entry in found.items()}
 
 
-def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> list:
-    for answer in lot:
-        decoder.submit(answer.prompt_ids.tolist(), seed)
-    finished = []
-    while decoder.busy:
-        finished += [event.finished for event in decoder.step() if event.finished]
-    return finished
+def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> _Lot:
+    before = decoder.stats.target_passes
+    runs = time_together(decoder, [answer.prompt_ids.tolist() for answer in lot], seed)
+    return _Lot(runs, decoder.stats.target_passes - before)
 
 
 def versus_champion(

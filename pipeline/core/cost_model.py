@@ -60,9 +60,11 @@ def classic_speedup(token_acceptance: float, k: int, cost_ratio: float) -> float
     return (1 - token_acceptance ** (k + 1)) / ((1 - token_acceptance) * (k * cost_ratio + 1))
 
 
-def simple_speedup(acceptance_rate: float, cost_ratio: float) -> float:
-    """1 / (1 - a (1 - c)), a = acceptance rate: optimistic, never below 1 while c <= 1; shown, never gated."""
-    return 1 / (1 - acceptance_rate * (1 - cost_ratio))
+def simple_speedup(acceptance_rate: float, cost_ratio: float) -> float | None:
+    """1 / (1 - a (1 - c)), a = acceptance rate: optimistic, never below 1 while c <= 1; shown, never gated. None where it
+    knows no limit: free drafts that are always accepted."""
+    left = 1 - acceptance_rate * (1 - cost_ratio)
+    return 1 / left if left else None
 
 
 def tokens_per_round(by_position: list[float], k: int) -> float:

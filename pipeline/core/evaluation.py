@@ -74,13 +74,18 @@ class Timed:
 
 def time_one(decoder: Decoder, prompt: list[int], seed: int) -> Timed:
     """Decode one prompt alone."""
+    return time_together(decoder, [prompt], seed)[0]
+
+
+def time_together(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[Timed]:
+    """Decode prompts that come at one time; the times of each count from there."""
     started = time.perf_counter()
-    decoder.submit(prompt, seed)
-    events = []
+    numbers = [decoder.submit(prompt, seed) for prompt in prompts]
+    finished: dict[int, GeneratedSequence] = {}
     while decoder.busy:
-        events += decoder.step()
-    sequence = events[-1].finished
-    return Timed(sequence, time.perf_counter() - started, sequence.timestamps[0] - started)
+        finished |= {event.request: event.finished for event in decoder.step() if event.finished}
+    times = {number: finished[number].timestamps for number in numbers}
+    return [Timed(finished[n], stamps[-1] - started, stamps[0] - started) for n, stamps in times.items()]
 
 
 @dataclass
@@ -126,11 +131,12 @@ def time_candidates(
                     progress.update(len(runs[name][-1].sequence.token_ids))
             median = {name: sorted(timed, key=lambda run: run.seconds)[repeats // 2] for name, timed in runs.items()}
             plain_runs.append(median["plain"])
-            requests += [_request(name, answer, median[name], median["plain"]) for name in names[1:]]
+            requests += [paired_request(name, answer, median[name], median["plain"]) for name in names[1:]]
     return requests, plain_runs
 
 
-def _request(name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
+def paired_request(name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
+    """The run of the candidate `name`, beside the plain run of the same prompt."""
     pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False)
     departure = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
     rounds = run.sequence.rounds
@@ -261,8 +267,8 @@ def teacher_forced(
     """Token acceptance per answer: sum(min(p, q)) over positions, greedily the positions where both argmax agree.
 
     `trimmed_head` is the draft as `drafter` runs it, `full_head` the model as it is stored. Greedily the stored top of
-    the target decides and `target` may be None; above temperature 0 the target scores the same prefixes, since its stored
-    probabilities are not those after temperature and filters.
+    the target decides; above temperature 0 the target scores the same prefixes. Where `target` is None its stored
+    probabilities do (`stored_logits`).
     """
     drafter.open(1, sampling, vocabulary)
     whole = torch.arange(min(len(vocabulary), head_size(drafter.model)), device=drafter.model.device)
@@ -276,7 +282,9 @@ def teacher_forced(
             batch = {name: tensor.to(drafter.model.device) for name, tensor in batches[index].items()}
             p = None
             if not sampling.greedy:
-                p = probabilities(answer_logits(target, batch, None)[:, : len(vocabulary)], sampling)
+                whole_target = target is not None
+                logits = answer_logits(target, batch, None) if whole_target else stored_logits(batch, len(vocabulary))
+                p = probabilities(logits[:, : len(vocabulary)], sampling)
             values = {"trimmed_head": _overlaps(*heads["trimmed_head"], p, batch, sampling)[0]}
             full = _overlaps(*heads["full_head"], p, batch, sampling)
             values |= dict(zip(("full_head", "full_head_best", "full_head_same"), full, strict=True))
@@ -288,6 +296,15 @@ def teacher_forced(
                 found.append(Agreement(**_facts(answer), **sums, overlaps=overlaps))
                 start = stop
     return found
+
+
+def stored_logits(batch: dict[str, Tensor], width: int) -> Tensor:
+    """The target's log-probabilities as far as they are stored, [n, width]: an estimate in which all ids that are not
+    stored share the rest of the probability evenly."""
+    top = batch["top_logprobs"].float()
+    rest = (1 - top.exp().sum(dim=-1, keepdim=True)).clamp_min(torch.finfo(top.dtype).tiny)
+    even = (rest / max(1, width - top.shape[1])).log()
+    return even.expand(-1, width).scatter(-1, batch["top_ids"], top)
 
 
 def _facts(answer: Answer) -> dict:

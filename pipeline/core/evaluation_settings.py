@@ -8,6 +8,7 @@ from typing import List
 from transformers import PreTrainedModel
 
 from pipeline.core.drafters import ModelDrafter
+from pipeline.core.errors import PipelineError
 from pipeline.core.sampling import Sampling
 
 PLAIN, LOOKUP, UNDISTILLED, DISTILLED, CHAMPION = "plain", "prompt_lookup", "undistilled", "distilled", "champion"
@@ -29,6 +30,11 @@ class DecodeSettings(Sampling):
         super().__post_init__()
         if self.draft_length is not None and self.draft_length < 1:
             raise ValueError(f"decode.draft_length must be >= 1 or null, got {self.draft_length}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """Without the rest."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
 @dataclass
@@ -86,6 +92,17 @@ class EvaluateConfig:
             least = 0 if name in MAY_BE_ZERO else 1
             if not least <= value < float("inf"):
                 raise ValueError(f"evaluate.{name} must be >= {least}, got {value}")
+
+
+def check_draft_lengths(decode: DecodeSettings, config: EvaluateConfig) -> list[int]:
+    """All k of which costs are measured, in order; raises `PipelineError` for one beyond the tokens that are decoded."""
+    lengths = sorted({*config.draft_lengths, *([decode.draft_length] if decode.draft_length else [])})
+    if lengths[-1] > config.max_new_tokens:
+        raise PipelineError(
+            f"A draft length of {lengths[-1]} exceeds the {config.max_new_tokens} tokens decoded per prompt.",
+            "lower decode.draft_length or evaluate.draft_lengths, or raise evaluate.max_new_tokens.",
+        )
+    return lengths
 
 
 @dataclass

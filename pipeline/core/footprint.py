@@ -251,20 +251,27 @@ class Pair:
             needs["weights before the on-policy phase"] = weight_bytes(self.draft, torch.float32)
         return needs
 
-    def evaluate_memory(self, tokens_per_forward: int, positions: int) -> dict[str, int]:
-        """Bytes while plain decoding, prompt lookup, the draft before and after distillation share the target at batch size 1, by what takes them.
+    def evaluate_memory(
+        self, tokens_per_forward: int, positions: int, others: Sequence[PreTrainedModel] = ()
+    ) -> dict[str, int]:
+        """Bytes while plain decoding, prompt lookup, the draft before and after distillation and the drafts `others` share
+        the target at batch size 1, by what takes them.
 
         In half precision the models are also copied to float32, for the check of losslessness.
         """
         models = ((self.target, self.target_dtype), (self.draft, self.draft_dtype))
-        caches = [kv_cache_bytes(model.config, 1, positions, dtype) for model, dtype in models]
-        full, drafts = torch.float32, weight_bytes(self.draft, self.draft_dtype)
+        drafts, full = [self.draft, self.draft, *others], torch.float32
+        target_cache = kv_cache_bytes(self.target.config, 1, positions, self.target_dtype)
         copies = sum(weight_bytes(model, full) + packed_bytes(model, full, self.device) for model, _ in models)
         return {
             "target": self.generate_memory(1, positions)["target"],
-            "drafts": 2 * (drafts + packed_bytes(self.draft, self.draft_dtype, self.device)),
+            "drafts": sum(
+                weight_bytes(model, self.draft_dtype) + packed_bytes(model, self.draft_dtype, self.device)
+                for model in drafts
+            ),
             "float32 copies": 0 if self.target_dtype == full else copies,
-            "caches": 4 * caches[0] + 2 * caches[1],
+            "caches": (2 + len(drafts)) * target_cache
+            + sum(kv_cache_bytes(model.config, 1, positions, self.draft_dtype) for model in drafts),
             "logits": _logits_bytes(self.target, tokens_per_forward),
         }
 

@@ -9,13 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeline.core.errors import PipelineError
-from pipeline.core.metrics import measure
+from pipeline.core.metrics import METRICS, measure
 
 CANDIDATE = "distilled"
 LOSSLESS = "lossless"
 PROMPTS = "prompts"  # golden prompts that were decoded: the count of the speedup
 MEMORY = ("draft_share", "peak_bytes", "memory_efficiency")
 VERSUS_CHAMPION = ("token_acceptance_difference", "acceptance_rate_difference", "speedup_ratio")
+NO_RULES = "The gate has no checks, so it would pass any draft.", "list checks in conf/gate/."
+NOT_BY_DOMAIN = ("cost_ratio", "verify_cost", "predicted_speedup")  # of METRICS
 EACH = "each"  # a check's domain that stands for every measured one
 
 OPERATORS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -100,9 +102,23 @@ def judge(metrics: dict[str, Any], checks: Sequence[Check], champion: dict[str, 
     The verdict passes when every check of severity "fail" does. Raises `PipelineError` when `checks` is empty.
     """
     if not checks:
-        raise PipelineError("The gate has no checks, so it would pass any draft.", "list checks in conf/gate/.")
+        raise PipelineError(*NO_RULES)
     judged = [_judge_one(metrics, check, champion) for named in checks for check in _one_per_domain(metrics, named)]
     return {"passed": all(item["passed"] or item["severity"] == "warn" for item in judged), "checks": judged}
+
+
+def check_rules(checks: Sequence[Check], domains: Sequence[str]) -> None:
+    """Raise `PipelineError` for no rules at all, or one on a figure or a domain that no evaluation over `domains` has."""
+    if not checks:
+        raise PipelineError(*NO_RULES)
+    metrics = sorted({*METRICS, PROMPTS} - {*NOT_BY_DOMAIN})
+    for check in checks:
+        for field, known in (("metric", metrics), ("domain", [*domains, "all", EACH])):
+            if getattr(check, field) not in known:
+                raise PipelineError(
+                    f"The gate's check of {check.metric} has the {field} {getattr(check, field)!r}, which no evaluation measures.",
+                    f"use one of {', '.join(known)} in conf/gate/.",
+                )
 
 
 def verdict_lines(verdict: dict[str, Any]) -> list[str]:
@@ -166,7 +182,8 @@ def _find(metrics: dict[str, Any], check: Check, champion: dict[str, Any] | None
         entry = metrics.get(LOSSLESS)
         return (entry, None) if entry is not None else ({}, "it was not measured")
     if check.metric in MEMORY:
-        value = metrics["memory"][check.metric]
+        memory = metrics["memory"]
+        value = {**memory, **memory["candidates"][CANDIDATE]}[check.metric]
         return (value if isinstance(value, dict) else measure(value)), None
     if check.metric in VERSUS_CHAMPION:
         return _find_versus_champion(metrics, check, champion)

@@ -9,37 +9,54 @@ import torch
 from transformers import PreTrainedModel
 
 from pipeline.core.answers import Answer
-from pipeline.core.decoding import DecodeConfig
-from pipeline.core.evaluation_settings import DISTILLED, Contestants
+from pipeline.core.evaluation_settings import Contestants
 from pipeline.core.footprint import GIB, kv_cache_bytes
 from pipeline.core.metrics import measure, no_data
 
 
 def memory(
-    models: Contestants, timed: list[Answer], settings: DecodeConfig, distilled: dict[str, dict]
+    models: Contestants,
+    timed: list[Answer],
+    new_tokens: int,
+    draft_lengths: dict[str, int],
+    candidates: dict[str, dict[str, dict]],
 ) -> dict[str, Any]:
-    """Bytes of target and distilled draft with the caches of one longest request, the draft's share of these, the peak of
-    the whole evaluation, and the memory efficiency; `distilled` are the draft's metrics on the target domain."""
-    draft = models.drafts[DISTILLED].model
-    positions = max(len(answer.prompt_ids) for answer in timed) + settings.max_new_tokens + settings.draft_length
-    found = {}
-    for name, model in (("target", models.target), ("draft", draft)):
-        found[f"{name}_weight_bytes"] = weight_bytes(model)
-        found[f"{name}_cache_bytes"] = kv_cache_bytes(model.config, 1, positions, model.dtype)
-    extra = found["draft_weight_bytes"] + found["draft_cache_bytes"]
-    everything = sum(found.values())
-    saved = distilled.get("target_passes_saved") or no_data("not measured in this domain")
-    efficiency = no_data(saved["reason"])
-    if saved["value"] is not None:
-        interval = saved["interval"] and [end / extra * GIB for end in saved["interval"]]
-        efficiency = measure(saved["value"] / extra * GIB, interval, saved["count"])
-    return {
-        **found,
-        "cache_positions": positions,
-        "draft_share": extra / everything,
-        "peak_bytes": peak_bytes(),
-        "memory_efficiency": efficiency,
+    """Bytes of the target and of every candidate with the caches of one longest request, the share of target and draft that
+    the draft takes, its memory efficiency, and the peak of the whole evaluation, which holds them all.
+
+    `candidates` are the metrics of each by domain, `draft_lengths` the k of each.
+    """
+    positions = max(len(answer.prompt_ids) for answer in timed) + new_tokens + max(draft_lengths.values())
+    target = _bytes(models.target, positions)
+    none = {"weight_bytes": 0, "cache_bytes": 0}
+    taken = {
+        name: _bytes(models.drafts[name].model, positions) if name in models.drafts else none for name in candidates
     }
+    found = {}
+    for name, own in taken.items():
+        extra = sum(own.values())
+        efficiency = _efficiency(extra, candidates[name].get(models.domain, {}))
+        share = extra / (extra + sum(target.values()))
+        found[name] = {**own, "draft_share": share, "memory_efficiency": efficiency}
+    return {
+        **{f"target_{name}": value for name, value in target.items()},
+        "cache_positions": positions,
+        "candidates": found,
+        "peak_bytes": peak_bytes(),
+    }
+
+
+def _bytes(model: PreTrainedModel, positions: int) -> dict[str, int]:
+    return {"weight_bytes": weight_bytes(model), "cache_bytes": kv_cache_bytes(model.config, 1, positions, model.dtype)}
+
+
+def _efficiency(extra: int, measured: dict[str, dict]) -> dict[str, Any]:
+    """Target passes saved per token and GiB of `extra` bytes."""
+    saved = measured.get("target_passes_saved") or no_data("not measured in this domain")
+    if not extra or saved["value"] is None:
+        return no_data(saved["reason"] or "it takes no memory")
+    interval = saved["interval"] and [end / extra * GIB for end in saved["interval"]]
+    return measure(saved["value"] / extra * GIB, interval, saved["count"])
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from tiny_answers import answers_of
@@ -9,15 +11,18 @@ from tiny_models import noisy_copy, tiny_llama
 from transformers import AutoModelForCausalLM
 
 from pipeline.adapters.answer_files import write_answers
-from pipeline.adapters.draft_scores import read_stored_answers, token_acceptance
-from pipeline.adapters.drafts import DraftConfig, LayerChoice
+from pipeline.adapters.draft_scores import Scoring, read_stored_answers, score_distilled, score_start
+from pipeline.adapters.drafts import DraftConfig, LayerChoice, save_draft
 from pipeline.adapters.targets import Target
+from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
+from pipeline.core.evaluation import teacher_forced
 from pipeline.core.models import ModelConfig
+from pipeline.core.sampling import Sampling
 from pipeline.core.tiny import build_tiny_tokenizer
 from pipeline.core.vocabulary import domain_token_ids
 
-OPTIONS = {"head_tokens": 40, "half_weights": False, "tokens_per_forward": 64, "bootstrap_samples": 20}
+SCORING = Scoring(Sampling(), head_tokens=40, half_weights=False, tokens_per_forward=64, bootstrap_samples=20)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def root(tmp_path_factory):
     for name, part in (("target", model), ("sibling", noisy_copy(model, 0.03))):
         part.save_pretrained(root / name)
         build_tiny_tokenizer().save_pretrained(root / name)
-    answers = answers_of(model, 8)
+    answers = answers_of(model, 8, top=259)
     facts = {**target_of(root).facts, "target_domain": "legal"}
     for split, rows in (("train", answers[:4]), ("dev", answers[2:])):
         write_answers(root / "answers" / split / "00000.parquet", rows, facts)
@@ -60,7 +65,7 @@ def agreement_by_hand(model, answers, allowed) -> float:
 def test_a_pretrained_draft_is_scored_without_the_weights_of_the_target(root, monkeypatch):
     monkeypatch.setattr(Target, "model", property(lambda _: pytest.fail("the target's weights were loaded")))
     stored = read_stored_answers(target_of(root), root / "answers")
-    found = token_acceptance(pretrained(), stored, root, **OPTIONS)
+    found = score_start(pretrained(), stored, SCORING, root)
     draft = AutoModelForCausalLM.from_pretrained(root / "sibling", dtype=torch.float32)
     head = domain_token_ids(stored.train, 40, (0,), range(259))
     trimmed, whole = (agreement_by_hand(draft, stored.dev, ids) for ids in (head, list(range(259))))
@@ -70,16 +75,33 @@ def test_a_pretrained_draft_is_scored_without_the_weights_of_the_target(root, mo
     assert 0 < trimmed < 1 and trimmed != whole
 
 
+def test_above_temperature_zero_the_stored_probabilities_stand_for_the_target(root):
+    """All of them are stored here, so that the estimate is exact; the distilled draft has the head that it was saved with."""
+    stored = read_stored_answers(target_of(root), root / "answers")
+    warm = replace(SCORING, sampling=Sampling(temperature=0.7, top_p=0.9))
+    draft = AutoModelForCausalLM.from_pretrained(root / "sibling", dtype=torch.float32)
+    head = list(range(0, 259, 2))
+    save_draft(root / "draft", draft, target_of(root), head, pretrained())
+    found = score_distilled(root / "draft", stored, warm)["all"]
+    target = target_of(root).model
+    for name, ids in (("trimmed", head), ("full", list(range(259)))):
+        by_hand = teacher_forced(ModelDrafter(draft, ids), target, stored.dev, range(259), warm.sampling, 64)
+        total = sum(row.tokens for row in by_hand)
+        expected = sum(row.trimmed_head for row in by_hand) / total
+        assert found[f"token_acceptance_{name}_head"]["value"] == pytest.approx(expected, abs=2e-3)
+        assert 0 < expected < 1
+
+
 def test_a_pruned_draft_takes_its_layers_from_the_target_and_lets_it_go(root):
     stored = read_stored_answers(target_of(root), root / "answers")
     own = DraftConfig("all layers", "pruned", keep_layers=[0, 1], dtype="float32")
-    found = token_acceptance(own, stored, root, **{**OPTIONS, "head_tokens": 259})
+    found = score_start(own, stored, replace(SCORING, head_tokens=259), root)
     assert found["all"]["token_acceptance_full_head"]["value"] == 1.0
     assert "model" not in vars(stored.target)
     choice = LayerChoice([1], epochs=1.0, draft_lengths=[1], half_weights=False)
     chosen = DraftConfig("one layer", "pruned", layer_choice=choice, dtype="float32")
     named = DraftConfig("one layer", "pruned", keep_layers=[0], dtype="float32")
-    scores = [token_acceptance(config, stored, root, **OPTIONS) for config in (chosen, named)]
+    scores = [score_start(config, stored, SCORING, root) for config in (chosen, named)]
     assert scores[0] == scores[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tiny_projects import build_project, fresh_registry, register
 from pipeline import evaluate, stage
 from pipeline.adapters.drafts import initial_draft, read_draft_facts, save_draft
 from pipeline.core.artifacts import write_json
+from pipeline.core.comparison import Outcome
+from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation_settings import Sibling
 
 
@@ -27,11 +30,15 @@ def project(tmp_path_factory):
         yield made
 
 
-def taking_part(project, *siblings: Sibling):
+def configured(project, *siblings: Sibling) -> evaluate.Config:
     with initialize_config_dir(stage.CONF_DIR, version_base="1.3"):
         config = stage.typed_config(compose("config", overrides=["experiment=smoke"]), evaluate.Config)
     settings = dataclasses.replace(config.evaluate, siblings=list(siblings))
-    config = dataclasses.replace(config, target=project.target.config, draft=project.start("pruned"), evaluate=settings)
+    return dataclasses.replace(config, target=project.target.config, draft=project.start("pruned"), evaluate=settings)
+
+
+def taking_part(project, *siblings: Sibling):
+    config = configured(project, *siblings)
     made = read_draft_facts(project.root / "data/draft")
     return evaluate.contestants(config, project.target, made, "legal", stage.read_champion())
 
@@ -100,4 +107,19 @@ def test_a_champion_of_another_template_is_no_champion_to_compare_with(project, 
     found = taking_part(project)
     assert found.skipped["champion"] == "the champion was distilled under another chat template"
     assert not found.comparable
+    (project.root / "data/champion/metrics.json").unlink()
+
+
+def test_a_champion_that_changes_meanwhile_ends_the_evaluation(project, monkeypatch):
+    """What was measured beside another champion, or none, is not written."""
+    shutil.copytree(project.root / "data/answers/dev", project.root / "data/answers/golden")
+
+    def measured(*_):
+        promoted(project)
+        return Outcome({}, [])
+
+    monkeypatch.setattr(evaluate, "evaluate", measured)
+    with pytest.raises(PipelineError, match="Another draft became champion"):
+        evaluate.run(configured(project))
+    assert not (project.root / "data/eval").exists()
     (project.root / "data/champion/metrics.json").unlink()

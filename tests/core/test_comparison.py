@@ -20,7 +20,7 @@ from pipeline.core.cost_model import Costs
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.drafters import ModelDrafter
 from pipeline.core.errors import PipelineError
-from pipeline.core.evaluation import Agreement, near_tie_gap, teacher_forced
+from pipeline.core.evaluation import Agreement, near_tie_gap, stored_logits, teacher_forced
 from pipeline.core.evaluation_settings import Contestants, DecodeSettings, Draft, EvaluateConfig, Sibling
 from pipeline.core.sampling import Sampling
 
@@ -75,13 +75,17 @@ def test_greedy_evaluation_measures_every_candidate(pair):
     assert metrics["candidates"]["undistilled"]["code"].get("speedup") is None
     assert metrics["lossless"] == {"value": 1.0, "interval": None, "count": 8, "reason": None, "departures": []}
     assert metrics["settings"]["draft_length"] in (1, 2) and metrics["settings"]["draft_length_chosen_on"] == "dev"
-    assert set(legal["predicted_speedup"]) == {"measured-cost", "classic", "simple"}
+    for name, by_domain in metrics["candidates"].items():
+        assert set(by_domain["legal"]["predicted_speedup"]) == {"measured-cost", "classic", "simple"}
+        assert by_domain["legal"]["predicted_speedup"]["measured-cost"] > 0 and metrics["cost_ratios"][name] >= 0
+    assert metrics["cost_ratios"]["prompt_lookup"] == 0 < metrics["cost_ratios"]["undistilled"]
     assert metrics["reference"]["transformers_plain_tokens_per_second"] > 0
     assert metrics["skipped"] == {"champion": "no draft was promoted yet"} and metrics["versus_champion"] is None
     assert metrics["dev"]["token_acceptance_trimmed_head"]["count"] == 3
     assert set(metrics["by_task"]["distilled"]) == {"legal, continuation", "code, continuation", "all"}
     assert metrics["by_prompt_length"]["distilled"]["under 1k"]["speedup"]["count"] == 4
-    summary = summarise(metrics)
+    summary = summarise({"target": {"name": "tiny"}, **metrics})
+    assert (summary["target"], summary["domain"]) == ("tiny", "legal")
     assert summary["token_acceptance_trimmed_head_legal"] == legal["token_acceptance_trimmed_head"]["value"]
     configured = evaluate(contestants(target, draft), [], golden, DecodeSettings(draft_length=3), CONFIG, seed=0)
     assert configured.metrics["settings"]["draft_length"] == 3
@@ -96,6 +100,12 @@ def test_other_conditions_are_rows_of_their_own(pair):
     two, four, eight = metrics["by_batch"]
     assert (two["batch"], two["speedup"]["count"], four["speedup"]["count"]) == (2, 4, 4)
     assert two["speedup"]["interval"] is None, "two lots are too few for one"
+    for name in ("ttft_seconds", "itl_p95_seconds", "smoothness", "latency_seconds", "acceptance_by_position"):
+        assert np.all(np.array(two[name]["value"]) > 0), name
+    assert two["ttft_seconds"]["value"] < two["latency_seconds"]["value"]
+    rate = two["tokens_per_second"]["value"] * two["latency_seconds"]["value"] / CONFIG.max_new_tokens
+    assert 1 <= rate <= 2, "of two requests together, each lasts at most as long as the lot"
+    assert 0 < two["target_passes_saved"]["value"] < 1
     assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1 and two["predicted_speedup"] > 0
     assert eight["speedup"]["value"] is None
     assert eight["speedup"]["reason"] == "4 prompts make no lot of 8: raise evaluate.batch_prompts"
@@ -109,7 +119,14 @@ def test_other_conditions_are_rows_of_their_own(pair):
     assert [row["draft_length"] for row in rows] == [1, 2] and all(row["speedup"]["count"] == 1 for row in rows)
     memory = metrics["memory"]
     assert memory["target_weight_bytes"] == sum(p.numel() * 4 for p in target.parameters())
-    assert 0 < memory["draft_share"] < 1 and memory["peak_bytes"] > memory["target_weight_bytes"]
+    own, lookup = memory["candidates"]["distilled"], memory["candidates"]["prompt_lookup"]
+    assert own["weight_bytes"] == sum(p.numel() * 4 for p in draft.parameters())
+    assert 0 < own["draft_share"] < 1 and memory["peak_bytes"] > memory["target_weight_bytes"]
+    saved = metrics["candidates"]["distilled"]["legal"]["target_passes_saved"]["value"]
+    assert own["memory_efficiency"]["value"] == pytest.approx(
+        saved / (own["weight_bytes"] + own["cache_bytes"]) * 2**30
+    )
+    assert lookup["draft_share"] == 0 and lookup["memory_efficiency"]["reason"] == "it takes no memory"
 
 
 def test_every_candidate_drafts_at_the_length_that_suits_it(pair):
@@ -143,7 +160,8 @@ def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
     models, config = contestants(target, draft), dataclasses.replace(CONFIG, draft_lengths=[1, 5])
     costs = Costs(0.9, {0: 1.0, 1: 1.0, 5: 1.1})
     settings = DecodeConfig(draft_length=1, max_new_tokens=12, allowed_token_ids=range(100))
-    found = own_draft_lengths(models, repeating, settings, costs, DecodeSettings(), config)
+    costs_of = {"prompt_lookup": dataclasses.replace(costs, draft_step_seconds=0.0), "distilled": costs}
+    found = own_draft_lengths(models, repeating, settings, costs_of, DecodeSettings(), config)
     assert found["prompt_lookup"] == 5 and found["distilled"] == 1
 
 
@@ -240,6 +258,16 @@ def test_the_gap_of_a_departure_is_the_farther_tokens_distance_from_the_best():
     assert (
         near_tie_gap(target, [1, 2, 3], (first, third)) == near_tie_gap(target, [1, 2, 3], (second, third)) == farther
     )
+
+
+def test_stored_probabilities_and_an_even_rest_are_a_distribution():
+    whole = torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    top, ids = whole.topk(8)
+    found = stored_logits({"top_logprobs": top, "top_ids": ids}, 40).exp()
+    assert torch.allclose(found.sum(-1), torch.ones(5), atol=1e-5)
+    assert torch.allclose(found.gather(-1, ids), top.exp())
+    rest = (1 - top.exp().sum(-1)) / 32
+    assert torch.allclose(found.scatter(-1, ids, 0).amax(-1), rest) and found.min() > 0
 
 
 def test_token_acceptance_is_exact_for_greedy_and_sampled(pair):

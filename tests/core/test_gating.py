@@ -8,7 +8,7 @@ import math
 import pytest
 
 from pipeline.core.errors import PipelineError
-from pipeline.core.gating import REMEDIES, Check, judge, verdict_lines
+from pipeline.core.gating import REMEDIES, Check, check_rules, judge, verdict_lines
 
 
 def entry(value, interval=None, reason=None):
@@ -23,7 +23,10 @@ def metrics(**legal):
         "champion": None,
         "versus_champion": None,
         "skipped": {},
-        "memory": {"draft_share": 0.2, "peak_bytes": 1000, "memory_efficiency": entry(3.0, [2.0, 4.0])},
+        "memory": {
+            "peak_bytes": 1000,
+            "candidates": {"distilled": {"draft_share": 0.2, "memory_efficiency": entry(3.0, [2.0, 4.0])}},
+        },
     }
 
 
@@ -195,3 +198,21 @@ def test_a_champion_that_was_not_compared_with_is_no_data(compared, skipped, rea
     states, verdict = against(CHAMPION, compared, None, skipped)
     assert set(states.values()) == {"no data"} and not verdict["passed"]
     assert reason in verdict["checks"][0]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"metric": "speed"}, "has the metric 'speed'"),
+        ({"metric": "predicted_speedup"}, "has the metric 'predicted_speedup'"),
+        ({"domain": "leagl"}, "has the domain 'leagl'.*use one of legal, code, all, each"),
+    ],
+)
+def test_rules_that_no_evaluation_can_answer_are_refused_before_it(changes, words):
+    check_rules(
+        [check(), check("prompts"), check("lossless", domain="all"), check("draft_share", domain="each")], ["legal"]
+    )
+    with pytest.raises(PipelineError, match=words):
+        check_rules([check(), check(**changes)], ["legal", "code"])
+    with pytest.raises(PipelineError, match="no checks"):
+        check_rules([], ["legal"])
