@@ -131,6 +131,8 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
             sys.exit(1)
     if os.environ.get("RANK", "0") == "0":
         write_provenance(stage, started)
+        if (written := output_path("data")) != input_path("data"):
+            print(f"written to {written}")
 
 
 def _stops_logged(stage: str, started: float) -> contextlib.AbstractContextManager[None]:

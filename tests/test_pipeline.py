@@ -151,9 +151,10 @@ def test_stages_run_from_any_folder_and_with_chdir(clone, tmp_path):
 def test_multirun_jobs_write_into_their_own_folders(clone):
     """P04: three results, none mixed, DVC's outputs untouched."""
     before = (clone / "data/prompts/train.parquet").read_bytes()
-    checked([sys.executable, "-m", "pipeline.prepare", "-m", "experiment=smoke", "seed=1,2,3"], clone)
+    output = checked([sys.executable, "-m", "pipeline.prepare", "-m", "experiment=smoke", "seed=1,2,3"], clone)
     jobs = sorted((clone / "multirun").glob("*/*/*/data/prompts/train.parquet"))
     assert len(jobs) == 3 and len({job.read_bytes() for job in jobs}) == 3
+    assert all(f"written to {job.parents[1]}\n" in output for job in jobs)
     assert (clone / "data/prompts/train.parquet").read_bytes() == before
 
 

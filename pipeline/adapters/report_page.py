@@ -44,6 +44,7 @@ PREDICTIONS = {
     "classic": "(1 - a^(k+1)) / ((1 - a)(k c + 1)), a = token acceptance",
     "simple": "1 / (1 - a (1 - c)), a = acceptance rate; optimistic, never gated",
 }
+UNITS_OF_RULES = {PROMPTS: "tokens", **{name: metric.unit for name, metric in METRICS.items()}}
 STATISTIC_WORDS = {"point": "", "lower": "lower end ", "upper": "upper end "}
 
 
@@ -141,9 +142,7 @@ def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
 def _check_table(verdict: dict[str, Any]) -> Table:
     rows = []
     for item in verdict["checks"]:
-        unit = (
-            "tokens" if item["metric"] == PROMPTS else METRICS[item["metric"]].unit if item["metric"] in METRICS else ""
-        )
+        unit = UNITS_OF_RULES.get(item["metric"], "")
         needs = f"{STATISTIC_WORDS[item['statistic']]}{item['op']} {exact(item['threshold'], unit)}"
         notes = [] if item["shortfall"] is None else [f"missed by {_distance(item['shortfall'], unit)}"]
         notes += [item["reason"]] if item["reason"] and item["value"] is not None else []

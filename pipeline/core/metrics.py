@@ -109,7 +109,7 @@ def ratio_measure(
     if value is None:
         return no_data("no prompts" if not len(denominators) else "nothing was counted")
     drawn = _resampled([numerators, denominators], clusters, samples, seed)
-    return measure(value, _interval(drawn[0] / drawn[1]) if drawn is not None else None, len(denominators))
+    return measure(value, interval_of(drawn[0] / drawn[1]) if drawn is not None else None, len(denominators))
 
 
 def resampled_quantiles(
@@ -140,7 +140,7 @@ def resampled_quantiles(
 def interval_of(values: np.ndarray) -> tuple[float, float] | None:
     """The middle 95 % of resampled values; None where none is a number."""
     values = values[np.isfinite(values)]
-    return _interval(values) if len(values) else None
+    return (float(np.quantile(values, 0.025)), float(np.quantile(values, 0.975))) if len(values) else None
 
 
 def difference_measure(
@@ -158,7 +158,7 @@ def difference_measure(
     if None in values:
         return no_data("no prompts in common" if not len(clusters) else "nothing was counted")
     drawn = _resampled([*first, *second], clusters, samples, seed)
-    interval = None if drawn is None else _interval(drawn[0] / drawn[1] - drawn[2] / drawn[3])
+    interval = None if drawn is None else interval_of(drawn[0] / drawn[1] - drawn[2] / drawn[3])
     return measure(values[0] - values[1], interval, len(clusters))
 
 
@@ -173,10 +173,6 @@ def _resampled(parts: Sequence[Sequence[float]], clusters: Sequence[str], sample
     drawn = np.random.default_rng(seed).integers(len(names), size=(samples, len(names)))
     sums = [np.bincount(index, weights=np.asarray(part, dtype=float))[drawn].sum(axis=1) for part in parts]
     return np.stack(sums)[:, np.all(np.stack(sums[1::2]) > 0, axis=0)]
-
-
-def _interval(values: np.ndarray) -> tuple[float, float]:
-    return float(np.quantile(values, 0.025)), float(np.quantile(values, 0.975))
 
 
 def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft_length: int) -> list[float] | None:
