@@ -37,12 +37,13 @@ from pipeline.core.evaluation_settings import DISTILLED, Contestants, Draft
 from pipeline.core.training import DistillConfig
 
 TEMPERATURES = (0.0, 0.3, 0.7, 1.0)
+CREATIVE_TEMPERATURES = (0.0, 1.0)
 LIMIT_PROMPTS = 12
 CREATIVE_TOKENS = 96
 STORAGE_TOKENS = 20_000
 STORAGE_EPOCHS = 3.0
 TRL_BETAS = (0.0, 1.0)  # forward and reverse KL
-TRL_LEARNING_RATES = (1e-4, 5e-4)
+TRL_LEARNING_RATES = (1e-4, 5e-4, 2e-3)
 FULL_LENGTH = 3  # so many of the screened recipes are trained at full length
 
 RECIPES: dict[str, dict] = {
@@ -289,14 +290,15 @@ def limits(lab: Lab) -> None:
             )
         )
     creative = creative_answers(lab.target, CREATIVE_TOKENS, len(CREATIVE_PROMPTS), lab.config.seed)
-    facts = {"domain": CREATIVE, "temperature": TEMPERATURES[-1]}
-    rows.append(
-        results.row(
-            "creative, temperature 1",
-            facts,
-            lambda: judged(models, creative, CREATIVE, TEMPERATURES[-1], LIMIT_PROMPTS),
+    for temperature in CREATIVE_TEMPERATURES:
+        facts = {"domain": CREATIVE, "temperature": temperature}
+        rows.append(
+            results.row(
+                f"creative, temperature {temperature:g}",
+                facts,
+                lambda t=temperature: judged(models, creative, CREATIVE, t, LIMIT_PROMPTS),
+            )
         )
-    )
     show(
         rows,
         [

@@ -14,6 +14,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from pipeline.adapters.draft_scores import (
     StoredAnswers,
     read_stored_answers,
     score_distilled,
+    score_lookup,
     score_start,
     takes_weights_of_target,
 )
@@ -147,7 +149,7 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("registry", lambda: _registry(config.registry, root))
     if config.diagnose.score:
         siblings = [off_the_shelf(s.name, s.id, s.revision) for s in config.evaluate.siblings]
-        _scores(report, config, [config.draft, *siblings], root)
+        _scores(report, config, siblings, root)
     return report
 
 
@@ -161,12 +163,16 @@ def _served(report: Report, config: Config, pair: Finding, prompt: Finding) -> N
     report.check("break-even acceptance", lambda found: pair_checks.break_even(found, lengths), costs)
 
 
-def _scores(report: Report, config: Config, candidates: list[DraftConfig], root: Path) -> None:
-    """How well each of `candidates` guesses the stored dev answers before distillation, and what was distilled already."""
+def _scores(report: Report, config: Config, siblings: list[DraftConfig], root: Path) -> None:
+    """How well all that evaluate would compare guesses the stored dev answers: prompt lookup, the draft before distillation,
+    `siblings`, and what was distilled already."""
     stored = report.check("stored answers", lambda: _stored_answers(config.target, root))
-    for candidate in candidates:
-        name = f"token acceptance of {candidate.name}"
-        report.check(name, lambda found, candidate=candidate: _score(config, candidate, found, root), stored)
+    report.check("token acceptance of prompt lookup", lambda found: _score_lookup(config, found), stored)
+    name = f"token acceptance of {config.draft.name}"
+    report.check(name, lambda found: _score(config, config.draft, found, root), stored)
+    for sibling in siblings:
+        name = f"token acceptance of {sibling.name}"
+        report.check(name, lambda found, own=sibling: _or_skipped(lambda: _score(config, own, found, root)), stored)
     if (root / "data" / "draft").is_dir():
         report.check(
             "token acceptance of data/draft",
@@ -175,7 +181,7 @@ def _scores(report: Report, config: Config, candidates: list[DraftConfig], root:
         )
     if input_path(CHAMPION_FILE).exists():
         name = "token acceptance of the champion"
-        report.check(name, lambda found: _score_distilled(config, _champion(config, root).folder(root), found), stored)
+        report.check(name, lambda found: _or_skipped(lambda: _score_champion(config, found, root)), stored)
 
 
 def run(config: Config) -> None:
@@ -338,8 +344,9 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int, other
         remedy = "lower distill.tokens_per_forward or distill.chunk_tokens, or choose a smaller draft."
     else:
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
-        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions, others)
-        remedy = f"lower evaluate.tokens_per_forward, {SPREAD}."
+        batch = max([1, *config.evaluate.batch_sizes])
+        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions, batch, others)
+        remedy = f"lower evaluate.tokens_per_forward or the largest of evaluate.batch_sizes, {SPREAD}."
     return _compare("memory", needs, _free_memory(config, pair), remedy)
 
 
@@ -438,6 +445,25 @@ def _score(config: Config, candidate: DraftConfig, stored: StoredAnswers, root: 
 
 def _score_distilled(config: Config, folder: Path, stored: StoredAnswers) -> Passed:
     return Passed(None, _scored(config, score_distilled(folder, stored, _scoring(config))))
+
+
+def _score_champion(config: Config, stored: StoredAnswers, root: Path) -> Passed:
+    return _score_distilled(config, _champion(config, root).folder(root), stored)
+
+
+def _score_lookup(config: Config, stored: StoredAnswers) -> Passed:
+    """Its copies are compared with answers, not with probabilities, which are there for greedy ones."""
+    found = score_lookup(stored, config.evaluate.lookup_ngram, config.evaluate.bootstrap_samples)
+    shares = [f"{domain} {measured(metrics[TOKEN_ACCEPTANCE], 'share')}" for domain, metrics in found.items()]
+    return Passed(None, f"greedy: {', '.join(shares)}")
+
+
+def _or_skipped(score: Callable[[], Passed]) -> Passed:
+    """Evaluate skips a candidate that is not to be had; so it is no failure here."""
+    try:
+        return score()
+    except PipelineError as error:
+        return Passed(None, "", f"{error.reason}", "none needed: evaluate skips it.")
 
 
 def _scoring(config: Config) -> Scoring:

@@ -27,6 +27,7 @@ from pipeline.adapters.drafts import (
     off_the_shelf,
     read_draft_facts,
 )
+from pipeline.adapters.model_sources import resolve_model
 from pipeline.adapters.registered_drafts import find_registered
 from pipeline.adapters.request_files import write_requests
 from pipeline.adapters.targets import Target, check_same_target
@@ -44,7 +45,7 @@ from pipeline.core.evaluation_settings import (
     EvaluateConfig,
     Sibling,
 )
-from pipeline.core.models import DTYPES, ModelConfig, cast_parameters
+from pipeline.core.models import ModelConfig, cast_parameters, load_model
 from pipeline.stage import (
     STORE_TIMEOUT_SECONDS,
     execute,
@@ -134,8 +135,8 @@ def contestants(
 def _sibling(sibling: Sibling, target: Target, dtype: str) -> Draft:
     start = off_the_shelf(sibling.name, sibling.id, sibling.revision)
     shared = check_draft(start, target, input_path("")).shared_ids
-    model = initial_draft(start, target, input_path(""))
-    return Draft(cast_parameters(model, DTYPES[dtype]), list(shared))
+    location = resolve_model(sibling.id, input_path(""))
+    return Draft(load_model(location, ModelConfig(**{**vars(sibling), "dtype": dtype})), list(shared))
 
 
 def _champion(champion: dict[str, Any] | None, target: Target, made: dict[str, Any], domain: str) -> Draft:

@@ -1,7 +1,8 @@
 """log_stopped: note in MLflow that a stage of the pipeline stopped before its end; `pipeline.stage` calls it.
 
 Reads:  params.yaml
-Writes: a run of the pipeline and in it one of the stage, both FAILED or KILLED, with the configuration and the reason.
+Writes: a run of the pipeline and in it one of the stage, both FAILED or KILLED, with the configuration and the reason, and
+        the id of the run in which the stage was followed, if it was. A registration that got so far has its tree already.
 Does:   nothing that could fail the caller once more: a store that cannot be used costs a line.
 """
 
@@ -12,7 +13,7 @@ import sys
 
 from omegaconf import OmegaConf
 
-from pipeline.adapters.mlflow_store import RunStore, check_store, child_of, git_tags, resolve_tracking_uri
+from pipeline.adapters.mlflow_store import RunStore, check_store, child_of, git_tags, is_child, resolve_tracking_uri
 from pipeline.core.errors import PipelineError
 from pipeline.register import Config
 from pipeline.stage import input_path, typed_config
@@ -27,6 +28,11 @@ def log_stopped(stage: str, status: str, began: float, reason: str) -> None:
     check_store(uri, registry.timeout_seconds)
     store = RunStore(uri)
     tags = {"stage": stage, "stopped_by": reason, **git_tags(root)}
+    own = store.newest_run(registry.experiment_name, {"stage": stage})
+    if own is not None and (own.info.end_time or 0) >= 1000 * began:
+        if is_child(own):
+            return
+        tags["live_run"] = own.info.run_id
     parent = store.create_run(registry.experiment_name, registry.model_name, tags, began).info.run_id
     child = store.create_run(registry.experiment_name, stage, {**child_of(parent), **tags}, began).info.run_id
     for run_id in (child, parent):

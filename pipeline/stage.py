@@ -35,7 +35,6 @@ CHAMPION_FILE = "data/champion/metrics.json"  # written by promotion
 CHAMPION_SCHEMA = ("domain-draft/champion", 1)
 PROVENANCE_SCHEMA = ("domain-draft/provenance", 1)
 REFUSED_BY_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-RUN_OF_THEIR_OWN = ("distill", "register")  # stages that log in MLflow while they work
 STORE_TIMEOUT_SECONDS = 10.0  # of reads of the MLflow store for which no configuration says how long to wait
 
 ConfigT = TypeVar("ConfigT")
@@ -138,7 +137,7 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
 def _stops_logged(stage: str, started: float) -> contextlib.AbstractContextManager[None]:
     """Of a stage in the pipeline that stops in the block MLflow hears from a process of its own, since nothing else in most
     stages needs the store."""
-    if _params_in_use() is None or stage in RUN_OF_THEIR_OWN:
+    if _params_in_use() is None or os.environ.get("RANK", "0") != "0":
         return contextlib.nullcontext()
 
     def end(status: str) -> None:

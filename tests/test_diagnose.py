@@ -464,7 +464,7 @@ def test_the_configured_draft_is_scored_from_stored_answers(cfg, root, tmp_path)
     assert scored.endswith("the target's weights were loaded, since it starts from them")
 
 
-def test_each_candidate_has_a_line_and_a_fault_in_one_leaves_the_others(cfg, monkeypatch):
+def test_each_candidate_has_a_line_and_a_sibling_that_is_not_to_be_had_is_no_failure(cfg, monkeypatch):
     def scored(candidate, *_):
         if candidate.name == "broken":
             raise PipelineError("no weights", "look")
@@ -473,14 +473,18 @@ def test_each_candidate_has_a_line_and_a_fault_in_one_leaves_the_others(cfg, mon
 
     monkeypatch.setattr(diagnose, "score_start", scored)
     monkeypatch.setattr(diagnose, "_stored_answers", lambda *_: diagnose.Passed(None, "there"))
-    candidates = [DraftConfig(name, "pretrained", id="x/y") for name in ("broken", "whole")]
+    monkeypatch.setattr(diagnose, "score_lookup", lambda *_: scored(DraftConfig("lookup", "pretrained", id="x/y")))
+    siblings = [DraftConfig(name, "pretrained", id="x/y") for name in ("broken", "whole")]
+    cfg.draft.name = "broken"
     report = Report()
-    diagnose._scores(report, stage.typed_config(cfg, diagnose.Config), candidates, stage.input_path(""))
+    diagnose._scores(report, stage.typed_config(cfg, diagnose.Config), siblings, stage.input_path(""))
     assert [(finding.check, finding.result) for finding in report.findings[1:]] == [
+        ("token acceptance of prompt lookup", "ok"),
         ("token acceptance of broken", "failed"),
+        ("token acceptance of broken", "warning"),
         ("token acceptance of whole", "ok"),
     ]
-    assert "all 50.0 %" in report.findings[2].detail and "weights were loaded" not in report.findings[2].detail
+    assert "all 50.0 %" in report.findings[4].detail and "weights were loaded" not in report.findings[4].detail
 
 
 def test_siblings_count_in_the_memory_of_evaluate_and_a_missing_one_is_named(cfg, tmp_path):

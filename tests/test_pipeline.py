@@ -178,6 +178,30 @@ def test_a_stage_that_stops_leaves_a_run_that_says_why(clone):
     assert yaml.safe_load(config) == yaml.safe_load((clone / "params.yaml").read_text())
 
 
+def test_a_distillation_that_stops_is_found_from_its_pipelines_run(clone):
+    """One that was followed while it worked is named; one that was refused before has a run all the same."""
+    path, answers = clone / "data/answers/train/00000.parquet", clone / "data/answers"
+    distill = [sys.executable, "-m", "pipeline.distill", "-cn", "from_params"]
+    whole = path.read_bytes()
+    path.write_bytes(
+        whole[:100] + bytes(2000) + whole[2100:]
+    )  # its footer, and so what it says of itself, is as before
+    (clone / "refused").mkdir()
+    followed = run(distill, clone)
+    path.write_bytes(whole)
+    answers.rename(clone / "refused/answers")
+    refused = run(distill, clone)
+    (clone / "refused/answers").rename(answers)
+    assert followed.returncode == refused.returncode == 1
+    client = RunStore(read(clone, "data/registry/receipt.json")["tracking_uri"]).client
+    experiments = [found.experiment_id for found in client.search_experiments()]
+    stopped = client.search_runs(experiments, "attributes.status = 'FAILED' and tags.stage = 'distill'")
+    children = [found for found in stopped if "mlflow.parentRunId" in found.data.tags]
+    live = {found.info.run_id for found in stopped if found.data.tags.get("logged") == "live"}
+    named = [found.data.tags["live_run"] for found in children if "live_run" in found.data.tags]
+    assert len(children) == 2 and len(named) == 1 and set(named) <= live
+
+
 def test_the_candidate_is_promoted(clone):
     assert "is the champion" in checked([sys.executable, "-m", "pipeline.promote", "--force", "a test"], clone)
     document, receipt = read(clone, "data/champion/metrics.json"), read(clone, "data/registry/receipt.json")

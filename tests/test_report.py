@@ -66,7 +66,8 @@ def flat(value):
 def conditions(found):
     """The rows and tables beside the headline; `found` are the distilled draft's measures by domain."""
     both = {f"{name}, continuation": measures for name, measures in found.items() if name != "all"}
-    row = {**served(0.5, 1.27, [0.6, 0.4]), **teacher_forced(0.55, 0.54)}
+    row = {**served(0.5, 1.27, [0.6, 0.4]), **teacher_forced(0.55, 0.54), "others": {}}
+    lookup = {"draft_length": 6, **row, "speedup": entry(1.33), "predicted_speedup": {"measured-cost": 1.38}}
     taken = {
         "weight_bytes": 74 << 20,
         "cache_bytes": 1 << 20,
@@ -80,7 +81,7 @@ def conditions(found):
         "by_draft_length": [
             {"draft_length": k, "expected_acceptance_rate": 0.7, "predicted_speedup": 1.2 + k / 10, **row} for k in (1, 2)
         ],
-        "by_batch": [{"batch": 8, "draft_length": 3, "predicted_speedup": 2.4, **row, "speedup": entry(2.5, 0.1, 16)}, {"batch": 16, "draft_length": None, **untimed}],
+        "by_batch": [{"batch": 8, "draft_length": 3, "predicted_speedup": {"measured-cost": 2.4}, **row, "speedup": entry(2.5, 0.1, 16), "others": {"prompt_lookup": lookup}}, {"batch": 16, "draft_length": None, **untimed}],
         "by_temperature": [{"temperature": 0.7, "draft_length": 4, **row}],
         "versus_champion": None,
         "champion": None,
@@ -320,6 +321,8 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
         "p(argmax q): vLLM's default",
         "1.21×",
         "1.07×",
+        "8 prompt lookup 6",
+        "1.38×",
         "it takes no memory",
         "is 1,500.0 MiB",
         "269.0 MiB",

@@ -12,7 +12,7 @@ from pipeline.adapters.drafts import DraftConfig, check_draft, initial_draft, lo
 from pipeline.adapters.targets import Target, check_same_target
 from pipeline.core.answers import Answer
 from pipeline.core.drafters import ModelDrafter
-from pipeline.core.evaluation import agreement_metrics, teacher_forced
+from pipeline.core.evaluation import Agreement, agreement_metrics, lookup_agreement, teacher_forced
 from pipeline.core.metrics import aggregate
 from pipeline.core.models import cast_parameters, default_device, resolve_dtype
 from pipeline.core.sampling import Sampling
@@ -73,11 +73,20 @@ def score_distilled(folder: Path, stored: StoredAnswers, scoring: Scoring) -> di
     return _score(*load_draft(folder, stored.target), stored, scoring)
 
 
+def score_lookup(stored: StoredAnswers, max_ngram: int, bootstrap_samples: int) -> dict[str, dict[str, dict]]:
+    """As `score_start`, of prompt lookup, greedily."""
+    return _by_domain(lookup_agreement(stored.dev, max_ngram, Sampling()), bootstrap_samples)
+
+
 def _score(
     draft: PreTrainedModel, head: list[int], stored: StoredAnswers, scoring: Scoring
 ) -> dict[str, dict[str, dict]]:
     drafter = ModelDrafter(draft, head, scoring.half_weights)
     vocabulary = range(stored.target.vocabulary_size)
     found = teacher_forced(drafter, None, stored.dev, vocabulary, scoring.sampling, scoring.tokens_per_forward)
+    return _by_domain(found, scoring.bootstrap_samples)
+
+
+def _by_domain(found: list[Agreement], bootstrap_samples: int) -> dict[str, dict[str, dict]]:
     domains = aggregate(found, lambda row: row.domain)
-    return {domain: agreement_metrics(rows, scoring.bootstrap_samples) for domain, rows in domains.items()}
+    return {domain: agreement_metrics(rows, bootstrap_samples) for domain, rows in domains.items()}

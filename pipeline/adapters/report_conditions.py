@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell
+from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell, number_or_reason
 from pipeline.core.gating import CANDIDATE
 from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, UNDER_LOAD, no_data
 from pipeline.core.report_page import candidates, domains, found, quantity, words
@@ -33,7 +33,7 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
-        "batches": _row_table(metrics["by_batch"], "batch", "requests together", UNDER_LOAD),
+        "batches": _row_table(metrics["by_batch"], "batch", "requests together", UNDER_LOAD, predicted=True),
         "temperatures": _row_table(
             metrics["by_temperature"],
             "temperature",
@@ -105,16 +105,21 @@ def _heading(name: str) -> str:
     return words(name.removesuffix("_seconds").removesuffix("_trimmed_head"))
 
 
-def _row_table(rows: list[dict[str, Any]], key: str, title: str, names: tuple[str, ...]) -> Table:
-    """One row per condition: the condition, its draft length, and its measures."""
+def _row_table(
+    rows: list[dict[str, Any]], key: str, title: str, names: tuple[str, ...], predicted: bool = False
+) -> Table:
+    """The condition, and each candidate that was measured under it: its draft length, its measures and, if wanted, the
+    measured-cost speedup that was predicted."""
     table = []
     for row in rows:
-        length = (
-            Cell("none", kind="missing") if row["draft_length"] is None else number_cell(row["draft_length"], "tokens")
-        )
-        cells = [measure_cell(row[name], METRICS[name].unit) for name in names]
-        table.append([Cell(f"{row[key]:g}"), length, *cells])
-    return Table([title, "k", *map(_heading, names)], table)
+        for candidate, own in {CANDIDATE: row, **row["others"]}.items():
+            k, guess = own["draft_length"], (own.get("predicted_speedup") or {}).get("measured-cost")
+            cells = [measure_cell(own[name], METRICS[name].unit) for name in names]
+            extra = [number_or_reason(guess, "ratio", "not measured")] if predicted else []
+            named = [Cell(f"{row[key]:g}"), Cell(words(candidate)), number_or_reason(k, "tokens", "none")]
+            table.append([*named, *cells, *extra])
+    heads = [title, "candidate", "k", *map(_heading, names), *(["predicted speedup"] if predicted else [])]
+    return Table(heads, table)
 
 
 def _engine_table(metrics: dict[str, Any]) -> Table:
@@ -132,8 +137,10 @@ def _memory_table(metrics: dict[str, Any]) -> Table:
         own = memory["candidates"][name]
         taken = [number_cell(own[part], "bytes") for part in ("weight_bytes", "cache_bytes")]
         efficiency = measure_cell(own["memory_efficiency"], METRICS["memory_efficiency"].unit)
-        rows.append([Cell(words(name)), *taken, number_cell(own["draft_share"], "share"), efficiency])
-    return Table(["candidate", "weights", "cache", "share of target and draft", "memory efficiency"], rows)
+        saved = measure_cell(found(metrics, name, metrics["domain"], "target_passes_saved"), "share")
+        rows.append([Cell(words(name)), *taken, number_cell(own["draft_share"], "share"), saved, efficiency])
+    heads = ["weights", "cache", "share of target and draft", "target passes saved", "memory efficiency"]
+    return Table(["candidate", *heads], rows)
 
 
 def _champion_table(metrics: dict[str, Any]) -> Table:

@@ -18,37 +18,34 @@ from transformers import PreTrainedModel
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
 from pipeline.core.conditions import (
-    by_batch,
-    by_draft_length,
-    by_temperature,
+    Conditions,
+    agreement,
     costs_of_candidates,
     dev_acceptance,
-    own_draft_lengths,
+    engine_of,
+    expected_acceptances,
     pick,
+    predictions,
+    suited_lengths,
     versus_champion,
 )
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig
-from pipeline.core.drafters import Drafter, PromptLookupDrafter
 from pipeline.core.errors import PipelineError
 from pipeline.core.evaluation import (
     Agreement,
-    Engine,
     Request,
     Timed,
     agreement_metrics,
     judge_departures,
-    lookup_agreement,
     lossless_measure,
     served_metrics,
-    teacher_forced,
     time_candidates,
 )
 from pipeline.core.evaluation_settings import (
     CHAMPION,
     DISTILLED,
     LOOKUP,
-    PLAIN,
     UNDISTILLED,
     Contestants,
     DecodeSettings,
@@ -57,7 +54,7 @@ from pipeline.core.evaluation_settings import (
 )
 from pipeline.core.experts import experts_touched
 from pipeline.core.memory import memory
-from pipeline.core.metrics import aggregate, expected_acceptance_by_position
+from pipeline.core.metrics import aggregate, expected_acceptance_by_position, no_data, ratio
 from pipeline.core.models import max_positions
 from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
@@ -104,19 +101,29 @@ def evaluate(
     chosen = decode.draft_length or cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
     settings = dataclasses.replace(settings, draft_length=chosen)
     timed, roster = _roster(models, golden, config)
-    costs_of = costs_of_candidates(packed, costs, config)
-    chosen_for = own_draft_lengths(packed, tuned, settings, costs_of, decode, config)
-    engine = _engine(packed, settings, config, chosen_for)
+    costs_of = costs_of_candidates(packed, [LOOKUP, *models.drafts], costs, config)
+    expected = expected_acceptances(packed, [] if decode.draft_length else tuned, by_position, settings, config)
+    suited = suited_lengths(packed, expected, costs_of, decode, config)
+    chosen_for = {name: k or chosen for name, k in suited.items()}
+    engine = engine_of(packed, settings, config, chosen_for)
     requests, plain = time_candidates(
         engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
     )
-    candidates = _candidates(requests, agreements, chosen_for, config, lambda row: row.domain)
-    for name, groups in candidates.items():
-        for found in groups.values():
-            found["predicted_speedup"] = _predictions(found, chosen_for[name], costs_of[name])
+    candidates, by_task, by_length = (
+        _candidates(requests, agreements, chosen_for, costs_of, config, group_of)
+        for group_of in (lambda row: row.domain, lambda row: f"{row.domain}, {row.task}", _prompt_length)
+    )
+    conditions = Conditions(packed, expected, costs_of, chosen_for, decode, settings, config, seed)
+    agreed = {name: groups.get(models.domain, {}) for name, groups in candidates.items()}
     own = [answer for answer in golden if answer.domain == models.domain]
     gap = _served_gap(models.domain, timed, candidates[DISTILLED], agreements[DISTILLED], chosen, config)
-    dev_agreement = agreement_metrics(_distilled_agreement(models, own_dev, config, sampling), config.bootstrap_samples)
+    dev_agreement = agreement_metrics(
+        agreement(models, DISTILLED, own_dev, sampling, config) if own_dev else [], config.bootstrap_samples
+    )
+    try:
+        lossless = _lossless(models, timed, requests, plain, settings, config, seed)
+    except torch.OutOfMemoryError:  # what was measured before is not lost
+        lossless = {**no_data("float32 copies of the models do not fit into memory beside them"), "departures": []}
     metrics = {
         "domain": models.domain,
         "settings": _settings(models, decode, settings),
@@ -124,14 +131,14 @@ def evaluate(
         "cost_ratios": {name: own.cost_ratio for name, own in costs_of.items()},
         "candidates": candidates,
         "skipped": models.skipped,
-        "by_task": _candidates(requests, agreements, chosen_for, config, lambda row: f"{row.domain}, {row.task}"),
-        "by_prompt_length": _candidates(requests, agreements, chosen_for, config, _prompt_length),
-        "by_draft_length": by_draft_length(packed, own_dev, by_position, costs, settings, config, seed),
-        "by_batch": by_batch(packed, own, by_position, decode, settings, config, seed),
-        "by_temperature": by_temperature(packed, own, settings, config, seed),
+        "by_task": by_task,
+        "by_prompt_length": by_length,
+        "by_draft_length": conditions.by_draft_length(own_dev),
+        "by_batch": conditions.by_batch(own, agreed),
+        "by_temperature": conditions.by_temperature(own),
         "versus_champion": versus_champion(requests, agreements, chosen_for, config.bootstrap_samples),
         "dev": dev_agreement,
-        "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
+        "lossless": lossless,
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
         "costs": costs.document(),
         "memory": memory(models, timed, config.max_new_tokens, chosen_for, candidates),
@@ -187,32 +194,7 @@ def _agreements(
     models: Contestants, golden: list[Answer], config: EvaluateConfig, sampling: Sampling
 ) -> dict[str, list[Agreement]]:
     """Teacher-forced agreement of every candidate on all golden answers."""
-    common = (models.target, golden, models.vocabulary, sampling, config.tokens_per_forward)
-    drafts = {name: teacher_forced(models.drafter(name), *common) for name in models.drafts}
-    return {LOOKUP: lookup_agreement(golden, config.lookup_ngram, sampling), **drafts}
-
-
-def _distilled_agreement(
-    models: Contestants, answers: list[Answer], config: EvaluateConfig, sampling: Sampling
-) -> list[Agreement]:
-    if not answers:
-        return []
-    return teacher_forced(
-        models.drafter(), models.target, answers, models.vocabulary, sampling, config.tokens_per_forward
-    )
-
-
-def _engine(
-    models: Contestants, settings: DecodeConfig, config: EvaluateConfig, draft_lengths: dict[str, int]
-) -> Engine:
-    """Plain decoding and the candidates of `draft_lengths`, each at its own, over the same target."""
-    drafters: dict[str, Drafter] = {LOOKUP: PromptLookupDrafter(config.lookup_ngram)}
-    drafters |= {name: models.drafter(name) for name in models.drafts}
-    engine = Engine(models.target, settings)
-    engine.add(PLAIN, None)
-    for name, k in draft_lengths.items():
-        engine.add(name, drafters[name], k)
-    return engine
+    return {name: agreement(models, name, golden, sampling, config) for name in (LOOKUP, *models.drafts)}
 
 
 def _roster(
@@ -242,10 +224,11 @@ def _candidates(
     requests: list[Request],
     agreements: dict[str, list[Agreement]],
     draft_lengths: dict[str, int],
+    costs: dict[str, cost_model.Costs],
     config: EvaluateConfig,
     group_of: Callable[[Request | Agreement], str],
 ) -> dict[str, dict[str, dict]]:
-    """candidate -> group (and "all") -> metric -> measure."""
+    """candidate -> group (and "all") -> metric -> measure; predicted_speedup -> formula -> number."""
     result: dict[str, dict[str, dict]] = {}
     for name, found in agreements.items():
         served = aggregate([request for request in requests if request.candidate == name], group_of)
@@ -256,19 +239,9 @@ def _candidates(
             }
             for group, rows in aggregate(found, group_of).items()
         }
+        for measures in result[name].values():
+            measures["predicted_speedup"] = predictions(measures, draft_lengths[name], costs[name])
     return result
-
-
-def _predictions(metrics: dict[str, dict], draft_length: int, costs: cost_model.Costs) -> dict[str, float | None]:
-    """The three predicted speedups, each under its name; None where what it needs was not measured."""
-    length, rate = (metrics.get(name, {}).get("value") for name in ("mean_acceptance_length", "acceptance_rate"))
-    token_acceptance = metrics["token_acceptance_trimmed_head"]["value"]
-    c = costs.cost_ratio
-    return {
-        "measured-cost": None if length is None else cost_model.measured_cost_speedup(length, draft_length, costs),
-        "classic": None if token_acceptance is None else cost_model.classic_speedup(token_acceptance, draft_length, c),
-        "simple": None if rate is None else cost_model.simple_speedup(rate, c),
-    }
 
 
 def _lossless(
@@ -302,7 +275,7 @@ def _lossless(
     subset = dataclasses.replace(
         settings, max_new_tokens=config.lossless_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0
     )
-    engine = _engine(precise, subset, config, {DISTILLED: subset.draft_length})
+    engine = engine_of(precise, subset, config, {DISTILLED: subset.draft_length})
     checked, _ = time_candidates(
         engine, timed[: config.lossless_prompts], lambda _: [DISTILLED], seed, "lossless in float32"
     )
@@ -333,11 +306,10 @@ def _reference(
         return time.perf_counter() - started
 
     decode_one(answers[0])  # a warm-up, as our decoder had
-    seconds = sum(map(decode_one, answers))
-    tokens = len(answers) * settings.max_new_tokens
+    tokens = [settings.max_new_tokens] * len(answers)
     return {
-        "transformers_plain_tokens_per_second": tokens / seconds,
-        "our_plain_tokens_per_second": tokens / sum(run.seconds for run in plain[: len(answers)]),
+        "transformers_plain_tokens_per_second": ratio(tokens, list(map(decode_one, answers))),
+        "our_plain_tokens_per_second": ratio(tokens, [run.seconds for run in plain[: len(answers)]]),
     }
 
 

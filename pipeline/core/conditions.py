@@ -1,5 +1,5 @@
-"""The distilled draft under other conditions than the headline's (draft length, batch size, temperature, against the
-champion): each a list of rows or a table for metrics.json."""
+"""Candidates under other conditions than the headline's (draft length, batch size, temperature, against the champion):
+each a list of rows or a table for metrics.json."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import dataclasses
 import hashlib
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
 from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig, Decoder
+from pipeline.core.drafters import PromptLookupDrafter
 from pipeline.core.evaluation import (
     Agreement,
     Engine,
@@ -24,8 +26,8 @@ from pipeline.core.evaluation import (
     served_metrics,
     teacher_forced,
     time_candidates,
+    time_lot,
     time_one,
-    time_together,
 )
 from pipeline.core.evaluation_settings import (
     CHAMPION,
@@ -37,6 +39,7 @@ from pipeline.core.evaluation_settings import (
     EvaluateConfig,
 )
 from pipeline.core.metrics import (
+    METRICS,
     SERVED_BRIEFLY,
     UNDER_LOAD,
     acceptance_by_position,
@@ -46,6 +49,7 @@ from pipeline.core.metrics import (
     no_data,
     ratio_measure,
 )
+from pipeline.core.sampling import Sampling
 
 CONTEXT_TOKENS, COST_REPEATS = 128, 3
 LOTS_OF_AN_INTERVAL = 5  # resampling fewer says little about what another lot would give
@@ -66,22 +70,50 @@ def dev_acceptance(models: Contestants, dev: list[Answer], settings: DecodeConfi
     return acceptance_by_position(sequences, settings.draft_length)
 
 
+def agreement(
+    models: Contestants, name: str, answers: list[Answer], sampling: Sampling, config: EvaluateConfig
+) -> list[Agreement]:
+    """Teacher-forced agreement of a candidate on `answers`."""
+    if name == LOOKUP:
+        return lookup_agreement(answers, config.lookup_ngram, sampling)
+    return teacher_forced(
+        models.drafter(name), models.target, answers, models.vocabulary, sampling, config.tokens_per_forward
+    )
+
+
+def expected_acceptances(
+    models: Contestants,
+    dev: list[Answer],
+    by_position: list[float] | None,
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+) -> dict[str, list[float] | None]:
+    """Acceptance by position of every candidate: `by_position` for the distilled draft, which was decoded on dev; for the
+    others what their teacher-forced agreement on `dev` predicts. None where there is nothing to count."""
+    expected = {DISTILLED: by_position}
+    for name in (LOOKUP, *models.drafts) if dev else ():
+        if name != DISTILLED:
+            overlaps = [row.overlaps for row in agreement(models, name, dev, settings.sampling, config)]
+            expected[name] = expected_acceptance_by_position(overlaps, max(config.draft_lengths))
+    return expected
+
+
 def costs_of_candidates(
-    models: Contestants, costs: cost_model.Costs, config: EvaluateConfig
+    models: Contestants, names: list[str], costs: cost_model.Costs, config: EvaluateConfig, rows: int = 1
 ) -> dict[str, cost_model.Costs]:
-    """The costs of every candidate: the target's of `costs`, which are the distilled draft's, with a step of its own.
+    """The costs of the candidates `names`: the target's of `costs`, which are the distilled draft's, with a step of its own.
 
     Copying from the text takes no pass of a model. A candidate that is served at a k which `costs` lack adds its pass.
     """
-    found = {LOOKUP: dataclasses.replace(costs, draft_step_seconds=0.0), DISTILLED: costs}
-    for name in models.drafts:
-        if name != DISTILLED:
+    found = {}
+    for name in names:
+        own = dataclasses.replace(costs, draft_step_seconds=0.0) if name == LOOKUP else costs
+        if name not in (LOOKUP, DISTILLED):
             lengths = sorted({max(config.draft_lengths), _served_length(models, name, config) or 1})
-            own = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS)
-            passes = own.target_pass_seconds | costs.target_pass_seconds
-            found[name] = dataclasses.replace(
-                costs, draft_step_seconds=own.draft_step_seconds, target_pass_seconds=passes
-            )
+            measured = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS, rows)
+            passes = measured.target_pass_seconds | costs.target_pass_seconds
+            own = dataclasses.replace(costs, draft_step_seconds=measured.draft_step_seconds, target_pass_seconds=passes)
+        found[name] = own
     return found
 
 
@@ -91,139 +123,196 @@ def _served_length(models: Contestants, name: str, config: EvaluateConfig) -> in
     return served and min(served, config.max_new_tokens)
 
 
-def own_draft_lengths(
+def suited_lengths(
     models: Contestants,
-    dev: list[Answer],
-    settings: DecodeConfig,
+    expected: dict[str, list[float] | None],
     costs: dict[str, cost_model.Costs],
     decode: DecodeSettings,
     config: EvaluateConfig,
-) -> dict[str, int]:
-    """The k of every candidate of `costs`, so that each is shown at its best.
-
-    The distilled draft has that of `settings`, and the champion the one that it is served with. The others have the
-    configured one, or the best by their own costs and what their teacher-forced agreement on `dev` predicts.
-    """
+) -> dict[str, int | None]:
+    """The k of every candidate of `costs`, so that each is shown at its best: the one that it is served with already, the
+    configured one, or the best by its costs and expected acceptance; None where dev has nothing to choose it by."""
     chosen = {}
     for name, own in costs.items():
-        served = settings.draft_length if name == DISTILLED else _served_length(models, name, config)
-        if served or decode.draft_length or not dev:
-            chosen[name] = served or settings.draft_length
-        else:
-            expected = _expected_acceptance(models, name, dev, settings, config)
-            chosen[name] = cost_model.best_draft_length(expected or [0.0], config.draft_lengths, own)
+        chosen[name] = _served_length(models, name, config) or decode.draft_length
+        if not chosen[name] and expected.get(name):
+            chosen[name] = cost_model.best_draft_length(expected[name], config.draft_lengths, own)
     return chosen
 
 
-def _expected_acceptance(
-    models: Contestants, name: str, dev: list[Answer], settings: DecodeConfig, config: EvaluateConfig
-) -> list[float] | None:
-    """Predicted acceptance by position of a candidate that was not decoded."""
-    if name == LOOKUP:
-        agreed = lookup_agreement(dev, config.lookup_ngram, settings.sampling)
-    else:
-        common = (dev, models.vocabulary, settings.sampling, config.tokens_per_forward)
-        agreed = teacher_forced(models.drafter(name), models.target, *common)
-    return expected_acceptance_by_position([row.overlaps for row in agreed], max(config.draft_lengths))
-
-
-def by_draft_length(
-    models: Contestants,
-    dev: list[Answer],
-    by_position: list[float] | None,
-    costs: cost_model.Costs,
-    settings: DecodeConfig,
-    config: EvaluateConfig,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """One row per k on dev: what measured costs and acceptance predict, and with config.sweep_prompts what was timed."""
-    if not by_position:
-        return []
-    rows = []
-    prompts = pick(dev, config.sweep_prompts)
-    for k in sorted(k for k in costs.target_pass_seconds if k):
-        tokens = cost_model.tokens_per_round(by_position, k)
-        row = {
-            "draft_length": k,
-            "expected_acceptance_rate": (tokens - 1) / k,
-            "predicted_speedup": cost_model.measured_cost_speedup(tokens, k, costs),
-        }
-        found = _timed(models, prompts, dataclasses.replace(settings, draft_length=k), config, seed, f"k = {k} on dev")
-        rows.append({**row, **found})
-    return rows
-
-
-def by_temperature(
-    models: Contestants, golden: list[Answer], settings: DecodeConfig, config: EvaluateConfig, seed: int
-) -> list[dict[str, Any]]:
-    """One row per temperature of config.temperatures but the serving one, on golden prompts at the draft length of `settings`."""
-    rows = []
-    prompts = pick(golden, config.temperature_prompts)
-    for temperature in config.temperatures if prompts else ():
-        if temperature == settings.temperature:
-            continue
-        other = dataclasses.replace(settings, temperature=temperature)
-        common = (prompts, models.vocabulary, other.sampling, config.tokens_per_forward)
-        agreed = agreement_metrics(teacher_forced(models.drafter(), models.target, *common), config.bootstrap_samples)
-        found = _timed(models, prompts, other, config, seed, f"temperature {temperature:g}")
-        row = {"temperature": temperature, "draft_length": settings.draft_length}
-        rows.append({**row, **agreed, **found})
-    return rows
-
-
-def _timed(
-    models: Contestants, prompts: list[Answer], settings: DecodeConfig, config: EvaluateConfig, seed: int, title: str
-) -> dict[str, dict]:
-    """The served metrics of the distilled draft on `prompts`."""
-    if not prompts:
-        return dict.fromkeys(SERVED_BRIEFLY, no_data("not timed"))
-    engine = Engine(models.target, settings)
+def engine_of(
+    models: Contestants, settings: DecodeConfig, config: EvaluateConfig, draft_lengths: dict[str, int], slots: int = 1
+) -> Engine:
+    """Plain decoding and the candidates of `draft_lengths`, each at its own, over the same target."""
+    engine = Engine(models.target, settings, slots)
     engine.add(PLAIN, None)
-    engine.add(DISTILLED, models.drafter())
-    requests, _ = time_candidates(engine, prompts, lambda _: [DISTILLED], seed, title, config.repeats)
-    return served_metrics(requests, settings.draft_length, config.bootstrap_samples)
+    for name, k in draft_lengths.items():
+        engine.add(name, PromptLookupDrafter(config.lookup_ngram) if name == LOOKUP else models.drafter(name), k)
+    return engine
 
 
-def by_batch(
-    models: Contestants,
-    golden: list[Answer],
-    by_position: list[float] | None,
-    decode: DecodeSettings,
-    settings: DecodeConfig,
-    config: EvaluateConfig,
-    seed: int,
-) -> list[dict[str, Any]]:
-    """One row per batch size: prompts decoded in lots of so many, plainly and with the draft; all tokens over all seconds.
+def predictions(metrics: dict[str, dict], draft_length: int, costs: cost_model.Costs) -> dict[str, float | None]:
+    """The three predicted speedups, each under its name; None where what it needs was not measured."""
+    names = ("mean_acceptance_length", "acceptance_rate", "token_acceptance_trimmed_head")
+    length, rate, token_acceptance = (metrics.get(name, {}).get("value") for name in names)
+    c = costs.cost_ratio
+    return {
+        "measured-cost": None if length is None else cost_model.measured_cost_speedup(length, draft_length, costs),
+        "classic": None if token_acceptance is None else cost_model.classic_speedup(token_acceptance, draft_length, c),
+        "simple": None if rate is None else cost_model.simple_speedup(rate, c),
+    }
 
-    The draft length is the configured one, or what measured costs at that size and the acceptance on dev suggest. A lot
-    ends when its last prompt does, so that slots run empty towards its end, as they do in a service without refill.
-    Prompts of one source document share a lot as far as they can, since intervals are of lots drawn anew.
+
+@dataclasses.dataclass
+class Conditions:
+    """What the rows of the side tables have in common.
+
+    In a row the distilled draft's measures stand on the first level, with config.baselines_everywhere those of the other
+    candidates in "others" by name.
     """
-    rows = []
-    prompts = sorted(pick(golden, config.batch_prompts), key=lambda answer: answer.cluster)
-    for size in config.batch_sizes:
-        lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-        lengths = [decode.draft_length] if decode.draft_length else config.draft_lengths
-        if not lots or not (decode.draft_length or by_position):
-            few = f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
-            nothing = no_data("no acceptance on dev to choose k by" if lots else few)
-            rows.append(
-                {
-                    "batch": size,
-                    "draft_length": None,
-                    "predicted_speedup": None,
-                    **dict.fromkeys(UNDER_LOAD, nothing),
-                }
-            )
-            continue
-        costs = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, rows=size)
-        k = lengths[0] if decode.draft_length else cost_model.best_draft_length(by_position, lengths, costs)
-        tokens = cost_model.tokens_per_round(by_position, k) if by_position else None
-        predicted = tokens and cost_model.measured_cost_speedup(tokens, k, costs)
-        row = {"batch": size, "draft_length": k, "predicted_speedup": predicted}
-        at_size = dataclasses.replace(settings, draft_length=k)
-        rows.append({**row, **_lots_timed(models, lots, at_size, config, seed)})
-    return rows
+
+    models: Contestants
+    expected: dict[str, list[float] | None]  # acceptance by position of every candidate
+    costs: dict[str, cost_model.Costs]  # of every candidate at batch size 1
+    draft_lengths: dict[str, int]  # k of every candidate at batch size 1
+    decode: DecodeSettings
+    settings: DecodeConfig
+    config: EvaluateConfig
+    seed: int
+
+    @property
+    def names(self) -> list[str]:
+        """Those that are measured, the distilled draft first."""
+        others = [name for name in self.draft_lengths if name != DISTILLED]
+        return [DISTILLED, *(others if self.config.baselines_everywhere else [])]
+
+    def by_draft_length(self, dev: list[Answer]) -> list[dict[str, Any]]:
+        """One row per k on dev: what measured costs and acceptance predict, and with config.sweep_prompts what was timed."""
+        by_position, costs = self.expected[DISTILLED], self.costs[DISTILLED]
+        rows = []
+        prompts = pick(dev, self.config.sweep_prompts)
+        for k in sorted(k for k in costs.target_pass_seconds if k) if by_position else ():
+            tokens = cost_model.tokens_per_round(by_position, k)
+            row = {
+                "draft_length": k,
+                "expected_acceptance_rate": (tokens - 1) / k,
+                "predicted_speedup": cost_model.measured_cost_speedup(tokens, k, costs),
+            }
+            found = self._timed(prompts, self.settings, dict.fromkeys(self.names, k), f"k = {k} on dev")
+            rows.append({**_row(found), **row})
+        return rows
+
+    def by_temperature(self, golden: list[Answer]) -> list[dict[str, Any]]:
+        """One row per temperature of config.temperatures but the serving one, on golden prompts at the k of the headline."""
+        rows = []
+        prompts = pick(golden, self.config.temperature_prompts)
+        lengths = {name: self.draft_lengths[name] for name in self.names}
+        for temperature in self.config.temperatures if prompts else ():
+            if temperature == self.settings.temperature:
+                continue
+            other = dataclasses.replace(self.settings, temperature=temperature)
+            found = self._timed(prompts, other, lengths, f"temperature {temperature:g}")
+            for name, measures in found.items():
+                measures |= agreement_metrics(
+                    agreement(self.models, name, prompts, other.sampling, self.config), self.config.bootstrap_samples
+                )
+                measures["predicted_speedup"] = predictions(measures, lengths[name], self.costs[name])
+            rows.append({"temperature": temperature, **_row(found)})
+        return rows
+
+    def _timed(
+        self, prompts: list[Answer], settings: DecodeConfig, lengths: dict[str, int], title: str
+    ) -> dict[str, dict[str, Any]]:
+        """The served metrics of each candidate of `lengths` on `prompts`, with its draft length."""
+        if not prompts:
+            return {DISTILLED: dict.fromkeys(SERVED_BRIEFLY, no_data("not timed"))}
+        engine = engine_of(self.models, settings, self.config, lengths)
+        requests, _ = time_candidates(engine, prompts, lambda _: list(lengths), self.seed, title, self.config.repeats)
+        return _by_candidate(requests, lengths, self.config.bootstrap_samples)
+
+    def by_batch(self, golden: list[Answer], agreed: dict[str, dict]) -> list[dict[str, Any]]:
+        """One row per batch size: prompts decoded in lots of so many, plainly and with the draft; all tokens over all seconds.
+
+        k suits the costs measured at that size, which the row keeps. A lot ends when its last prompt does, so that slots
+        run empty towards its end, as they do in a service without refill. Prompts of one source document share a lot as
+        far as they can, since intervals are of lots drawn anew. `agreed`: every candidate's metrics on the target domain.
+        """
+        prompts = sorted(pick(golden, self.config.batch_prompts), key=lambda answer: answer.cluster)
+        rows = []
+        for size in self.config.batch_sizes:
+            lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+            row, reason = None, f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
+            if lots:
+                reason = "no acceptance on dev to choose k by"
+                try:
+                    row = self._under_load(lots, size, agreed)
+                except torch.OutOfMemoryError:  # what was measured before is not lost
+                    reason = f"{size} requests together do not fit into memory"
+                    torch.cuda.empty_cache()
+            nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
+            rows.append({"batch": size, **(row or {**nothing, **dict.fromkeys(UNDER_LOAD, no_data(reason))})})
+        return rows
+
+    def _under_load(self, lots: list[list[Answer]], size: int, agreed: dict[str, dict]) -> dict[str, Any] | None:
+        """A row but for its size; None where dev has nothing to choose the distilled draft's k by."""
+        models, config = self.models, self.config
+        lengths = sorted({*config.draft_lengths, *([self.decode.draft_length] if self.decode.draft_length else [])})
+        own = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, size)
+        costs = costs_of_candidates(models, self.names, own, config, size)
+        chosen = suited_lengths(models, self.expected, costs, self.decode, config)
+        if not chosen[DISTILLED]:
+            return None
+        found = self._lots_timed(lots, {name: k for name, k in chosen.items() if k})
+        for name, measures in found.items():
+            known = {**agreed[name], **measures}
+            measures["predicted_speedup"] = predictions(known, chosen[name], costs[name])
+            measures["costs"] = costs[name].document()
+        return _row(found)
+
+    def _lots_timed(self, lots: list[list[Answer]], lengths: dict[str, int]) -> dict[str, dict[str, Any]]:
+        """The lots decoded plainly and by the candidates of `lengths` in turn, each turn beginning with another one; a lot
+        counts with its run of median time.
+
+        Its throughput is of all its tokens; acceptance and waits are of its requests, each beside its plain run.
+        """
+        size, config = len(lots[0]), self.config
+        decoders = engine_of(self.models, self.settings, config, lengths, size).decoders
+        for decoder in decoders.values():
+            _decode_lot(decoder, lots[0], self.seed)
+        requests: list[Request] = []
+        counted: dict[str, list[_Lot]] = {name: [] for name in decoders}
+        names = list(decoders)
+        for index, lot in enumerate(tqdm(lots, desc=f"batch size {size}", unit=" lots")):
+            runs: dict[str, list[_Lot]] = {name: [] for name in names}
+            for turn in range(index, index + config.repeats):
+                for place in range(len(names)):
+                    name = names[(turn + place) % len(names)]
+                    runs[name].append(_decode_lot(decoders[name], lot, self.seed))
+            for name, timed in runs.items():
+                counted[name].append(sorted(timed, key=lambda run: run.seconds)[config.repeats // 2])
+            for name in lengths:
+                requests += _paired(name, lot, str(index), counted[name][-1], counted[PLAIN][-1])
+        found, samples = _by_candidate(requests, lengths, config.bootstrap_samples), config.bootstrap_samples
+        for name, measures in found.items():
+            measures |= _throughput(counted[PLAIN], counted[name], size * self.settings.max_new_tokens, samples)
+            if len(lots) < LOTS_OF_AN_INTERVAL:
+                measures |= {key: {**entry, "interval": None} for key, entry in measures.items() if key in METRICS}
+        return found
+
+
+def _row(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The distilled draft's measures, and those of the others by name."""
+    return {**found[DISTILLED], "others": {name: own for name, own in found.items() if name != DISTILLED}}
+
+
+def _by_candidate(requests: list[Request], lengths: dict[str, int], samples: int) -> dict[str, dict[str, Any]]:
+    return {
+        name: {
+            "draft_length": k,
+            **served_metrics([request for request in requests if request.candidate == name], k, samples),
+        }
+        for name, k in lengths.items()
+    }
 
 
 @dataclasses.dataclass
@@ -238,53 +327,33 @@ class _Lot:
         return max(run.seconds for run in self.runs)
 
 
-def _lots_timed(
-    models: Contestants, lots: list[list[Answer]], settings: DecodeConfig, config: EvaluateConfig, seed: int
-) -> dict[str, dict]:
-    """The lots decoded by both in turns that begin with one and the other; each counts with its run of median time.
-
-    A lot's throughput is of all its tokens; acceptance and the waits are of its requests, each beside its plain run.
-    """
-    size = len(lots[0])
-    decoders = {
-        PLAIN: Decoder(models.target, None, settings, slots=size),
-        DISTILLED: Decoder(models.target, models.drafter(), settings, slots=size),
-    }
-    for decoder in decoders.values():
-        _decode_lot(decoder, lots[0], seed)
-    requests: list[Request] = []
-    counted: dict[str, list[_Lot]] = {name: [] for name in decoders}
-    for index, lot in enumerate(tqdm(lots, desc=f"batch size {size}", unit=" lots")):
-        runs: dict[str, list[_Lot]] = {name: [] for name in decoders}
-        for turn in range(index, index + config.repeats):
-            for name in (PLAIN, DISTILLED) if turn % 2 == 0 else (DISTILLED, PLAIN):
-                runs[name].append(_decode_lot(decoders[name], lot, seed))
-        for name, timed in runs.items():
-            counted[name].append(sorted(timed, key=lambda run: run.seconds)[config.repeats // 2])
-        pairs = zip(lot, counted[DISTILLED][-1].runs, counted[PLAIN][-1].runs, strict=True)
-        for answer, ours, plain in pairs:
-            request = paired_request(DISTILLED, answer, ours, plain)
-            requests.append(dataclasses.replace(request, cluster=str(index)))
-    names = [str(index) for index in range(len(lots))]
-    tokens, samples = [size * settings.max_new_tokens] * len(lots), config.bootstrap_samples
-    seconds = {name: [lot.seconds for lot in timed] for name, timed in counted.items()}
-    passes = {name: [lot.target_passes for lot in timed] for name, timed in counted.items()}
-    saved = [plain - ours for plain, ours in zip(passes[PLAIN], passes[DISTILLED], strict=True)]
-    found = {
-        **served_metrics(requests, settings.draft_length, samples),
-        "speedup": ratio_measure(seconds[PLAIN], seconds[DISTILLED], names, samples),
-        "tokens_per_second": ratio_measure(tokens, seconds[DISTILLED], names, samples),
-        "plain_tokens_per_second": ratio_measure(tokens, seconds[PLAIN], names, samples),
-        "target_passes_saved": ratio_measure(saved, passes[PLAIN], names, samples),
-    }
-    interval = {} if len(lots) >= LOTS_OF_AN_INTERVAL else {"interval": None}
-    return {name: {**entry, **interval, "count": len(requests)} for name, entry in found.items()}
-
-
 def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> _Lot:
     before = decoder.stats.target_passes
-    runs = time_together(decoder, [answer.prompt_ids.tolist() for answer in lot], seed)
+    runs = time_lot(decoder, lot, seed)
     return _Lot(runs, decoder.stats.target_passes - before)
+
+
+def _paired(name: str, lot: list[Answer], cluster: str, ours: _Lot, plain: _Lot) -> list[Request]:
+    """A request per prompt of the lot; all are of one cluster, since what they wait for is the lot's."""
+    runs = zip(lot, ours.runs, plain.runs, strict=True)
+    found = [paired_request(name, answer, own, plainly) for answer, own, plainly in runs]
+    return [dataclasses.replace(request, cluster=cluster) for request in found]
+
+
+def _throughput(plain: list[_Lot], ours: list[_Lot], tokens: int, samples: int) -> dict[str, dict]:
+    """What is of lots as a whole, `tokens` in each."""
+    names = [str(index) for index in range(len(plain))]
+    seconds, before = ([lot.seconds for lot in lots] for lots in (ours, plain))
+    passes, passes_before = ([lot.target_passes for lot in lots] for lots in (ours, plain))
+    saved = [theirs - own for theirs, own in zip(passes_before, passes, strict=True)]
+    every = [tokens] * len(plain)
+    found = {
+        "speedup": ratio_measure(before, seconds, names, samples),
+        "tokens_per_second": ratio_measure(every, seconds, names, samples),
+        "plain_tokens_per_second": ratio_measure(every, before, names, samples),
+        "target_passes_saved": ratio_measure(saved, passes_before, names, samples),
+    }
+    return {name: {**entry, "count": len(plain) * len(plain[0].runs)} for name, entry in found.items()}
 
 
 def versus_champion(
@@ -317,7 +386,10 @@ def _domain(row: Request | Agreement) -> str:
 
 
 def _agreement_difference(ours: list[Agreement], theirs: list[Agreement], samples: int) -> dict[str, dict]:
-    ours, theirs = (sorted(rows, key=lambda row: row.prompt_id) for rows in (ours, theirs))
+    both = {row.prompt_id for row in ours} & {row.prompt_id for row in theirs}  # contexts may differ in length
+    ours, theirs = (
+        sorted((row for row in rows if row.prompt_id in both), key=lambda row: row.prompt_id) for rows in (ours, theirs)
+    )
     pairs = [([row.trimmed_head for row in rows], [row.tokens for row in rows]) for rows in (ours, theirs)]
     return {"token_acceptance_difference": difference_measure(*pairs, [row.cluster for row in ours], samples)}
 

@@ -17,6 +17,7 @@ from pipeline.core.answers import Answer, is_looping
 from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter, head_size
+from pipeline.core.generation import prompt_seed
 from pipeline.core.metrics import (
     acceptance_by_position,
     interval_of,
@@ -74,13 +75,17 @@ class Timed:
 
 def time_one(decoder: Decoder, prompt: list[int], seed: int) -> Timed:
     """Decode one prompt alone."""
-    return time_together(decoder, [prompt], seed)[0]
+    return _time_together(decoder, [(prompt, seed)])[0]
 
 
-def time_together(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[Timed]:
-    """Decode prompts that come at one time; the times of each count from there."""
+def time_lot(decoder: Decoder, answers: list[Answer], seed: int) -> list[Timed]:
+    """Decode the prompts of `answers` together; the times of each count from when they all come."""
+    return _time_together(decoder, [(a.prompt_ids.tolist(), prompt_seed(seed, a.prompt_id)) for a in answers])
+
+
+def _time_together(decoder: Decoder, prompts: list[tuple[list[int], int]]) -> list[Timed]:
     started = time.perf_counter()
-    numbers = [decoder.submit(prompt, seed) for prompt in prompts]
+    numbers = [decoder.submit(prompt, seed) for prompt, seed in prompts]
     finished: dict[int, GeneratedSequence] = {}
     while decoder.busy:
         finished |= {event.request: event.finished for event in decoder.step() if event.finished}
@@ -90,16 +95,17 @@ def time_together(decoder: Decoder, prompts: list[list[int]], seed: int) -> list
 
 @dataclass
 class Engine:
-    """Plain decoding and any number of candidates over the same target weights."""
+    """Plain decoding and any number of candidates over the same target weights, each with `slots` requests together."""
 
     target: PreTrainedModel
     config: DecodeConfig
+    slots: int = 1
     decoders: dict[str, Decoder] = field(default_factory=dict)
 
     def add(self, name: str, drafter: PreTrainedModel | Drafter | None, draft_length: int | None = None) -> None:
         """Without a `draft_length` of its own a candidate drafts as many tokens as `config` says."""
         config = dataclasses.replace(self.config, draft_length=draft_length or self.config.draft_length)
-        self.decoders[name] = Decoder(self.target, drafter, config)
+        self.decoders[name] = Decoder(self.target, drafter, config, slots=self.slots)
 
 
 def time_candidates(
@@ -116,9 +122,9 @@ def time_candidates(
     `candidates_of` names the decoders of `engine` that take part in a prompt. Returns the requests and the plain runs.
     """
     requests, plain_runs = [], []
-    warm_up = max(answers, key=lambda answer: len(answer.prompt_ids)).prompt_ids.tolist()
+    warm_up = max(answers, key=lambda answer: len(answer.prompt_ids))
     for decoder in engine.decoders.values():
-        time_one(decoder, warm_up, seed)
+        time_lot(decoder, [warm_up], seed)
     total = sum(1 + len(candidates_of(answer)) for answer in answers) * repeats * engine.config.max_new_tokens
     with tqdm(total=total, desc=description, unit=" tokens", unit_scale=True, mininterval=2) as progress:
         for index, answer in enumerate(answers):
@@ -127,7 +133,7 @@ def time_candidates(
             for turn in range(index, index + repeats):
                 for place in range(len(names)):
                     name = names[(turn + place) % len(names)]
-                    runs[name].append(time_one(engine.decoders[name], answer.prompt_ids.tolist(), seed))
+                    runs[name] += time_lot(engine.decoders[name], [answer], seed)
                     progress.update(len(runs[name][-1].sequence.token_ids))
             median = {name: sorted(timed, key=lambda run: run.seconds)[repeats // 2] for name, timed in runs.items()}
             plain_runs.append(median["plain"])

@@ -64,6 +64,9 @@ class EvaluateConfig:
     batch_prompts: int  # golden prompts of the target domain decoded at each batch size
     temperatures: List[float]  # beside the serving one
     temperature_prompts: int  # golden prompts of the target domain decoded at each temperature
+    baselines_everywhere: (
+        bool  # all candidates at every k, batch size and temperature that is timed, not the distilled alone
+    )
     lookup_ngram: int  # longest n-gram that prompt lookup matches
     lossless_prompts: int  # golden prompts decoded in float32 when the timed runs are not
     lossless_new_tokens: int  # tokens of each

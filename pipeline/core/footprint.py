@@ -252,10 +252,10 @@ class Pair:
         return needs
 
     def evaluate_memory(
-        self, tokens_per_forward: int, positions: int, others: Sequence[PreTrainedModel] = ()
+        self, tokens_per_forward: int, positions: int, batch: int = 1, others: Sequence[PreTrainedModel] = ()
     ) -> dict[str, int]:
         """Bytes while plain decoding, prompt lookup, the draft before and after distillation and the drafts `others` share
-        the target at batch size 1, by what takes them.
+        the target at batch size 1, and plain decoding and the draft are compared at batch size `batch`, by what takes them.
 
         In half precision the models are also copied to float32, for the check of losslessness.
         """
@@ -272,6 +272,8 @@ class Pair:
             "float32 copies": 0 if self.target_dtype == full else copies,
             "caches": (2 + len(drafts)) * target_cache
             + sum(kv_cache_bytes(model.config, 1, positions, self.draft_dtype) for model in drafts),
+            "caches at the largest batch": kv_cache_bytes(self.draft.config, batch, positions, self.draft_dtype)
+            + 2 * kv_cache_bytes(self.target.config, batch, positions, self.target_dtype),
             "logits": _logits_bytes(self.target, tokens_per_forward),
         }
 
@@ -307,7 +309,8 @@ def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) 
         (config.temperature_prompts, config.temperatures),
         (config.batch_prompts, config.batch_sizes),
     ):
-        runs += 2 * min(prompts, golden[domain]) * len(conditions)
+        candidates = 4 + len(config.siblings) if config.baselines_everywhere else 2
+        runs += candidates * min(prompts, golden[domain]) * len(conditions)
     return runs * config.max_new_tokens + 2 * config.lossless_prompts * config.lossless_new_tokens
 
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pipeline.core.answers import Answer
 from pipeline.core.evaluation_settings import Contestants
 from pipeline.core.footprint import GIB, kv_cache_bytes
-from pipeline.core.metrics import measure, no_data
+from pipeline.core.metrics import measure, no_data, ratio
 
 
 def memory(
@@ -36,7 +36,7 @@ def memory(
     for name, own in taken.items():
         extra = sum(own.values())
         efficiency = _efficiency(extra, candidates[name].get(models.domain, {}))
-        share = extra / (extra + sum(target.values()))
+        share = ratio([extra], [extra + sum(target.values())])
         found[name] = {**own, "draft_share": share, "memory_efficiency": efficiency}
     return {
         **{f"target_{name}": value for name, value in target.items()},

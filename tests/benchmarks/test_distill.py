@@ -32,7 +32,7 @@ def test_recipes_are_measured_once_and_the_missing_ones_added(clone):
 def test_the_limits_say_what_the_gate_decided(clone):
     found, printed = table(clone, "limits")
     names = [row["name"] for row in found["rows"]]
-    assert names[0] == "legal, temperature 0" and names[-1].startswith("creative") and len(names) == 5
+    assert names[0] == "legal, temperature 0" and names[-1].startswith("creative") and len(names) == 6
     for row in found["rows"]:
         assert row["gate"] in ("passed", "refused") and (row["gate"] == "refused") == bool(row["failed_checks"])
         assert 0 <= row["token_acceptance"] <= 1 and row["draft_length"] >= 1

@@ -12,10 +12,10 @@ import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from pipeline.core import evaluation
+from pipeline.core import conditions, evaluation
 from pipeline.core.answers import Answer
 from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
-from pipeline.core.conditions import own_draft_lengths
+from pipeline.core.conditions import expected_acceptances, suited_lengths, versus_champion
 from pipeline.core.cost_model import Costs
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.drafters import ModelDrafter
@@ -26,7 +26,7 @@ from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(
     siblings=[],
-    repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2,
+    repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2, baselines_everywhere=False,
     max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
     draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
     bootstrap_samples=50, tokens_per_forward=200,
@@ -106,7 +106,9 @@ def test_other_conditions_are_rows_of_their_own(pair):
     rate = two["tokens_per_second"]["value"] * two["latency_seconds"]["value"] / CONFIG.max_new_tokens
     assert 1 <= rate <= 2, "of two requests together, each lasts at most as long as the lot"
     assert 0 < two["target_passes_saved"]["value"] < 1
-    assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1 and two["predicted_speedup"] > 0
+    assert all(value > 0 for value in two["predicted_speedup"].values()) and two["costs"]["cost_ratio"] > 0
+    assert two["others"] == {}
+    assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1
     assert eight["speedup"]["value"] is None
     assert eight["speedup"]["reason"] == "4 prompts make no lot of 8: raise evaluate.batch_prompts"
     (warm,) = metrics["by_temperature"]
@@ -160,9 +162,72 @@ def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
     models, config = contestants(target, draft), dataclasses.replace(CONFIG, draft_lengths=[1, 5])
     costs = Costs(0.9, {0: 1.0, 1: 1.0, 5: 1.1})
     settings = DecodeConfig(draft_length=1, max_new_tokens=12, allowed_token_ids=range(100))
+    expected = expected_acceptances(models, repeating, [0.4, 0.1], settings, config)
     costs_of = {"prompt_lookup": dataclasses.replace(costs, draft_step_seconds=0.0), "distilled": costs}
-    found = own_draft_lengths(models, repeating, settings, costs_of, DecodeSettings(), config)
-    assert found["prompt_lookup"] == 5 and found["distilled"] == 1
+    found = suited_lengths(models, expected, costs_of, DecodeSettings(), config)
+    assert found == {"prompt_lookup": 5, "distilled": 1}
+    assert suited_lengths(models, {}, costs_of, DecodeSettings(), config) == {"prompt_lookup": None, "distilled": None}
+
+
+def test_all_candidates_are_measured_everywhere_where_that_is_asked_for(pair):
+    """A sibling off the shelf, prompt lookup and the rest beside the distilled draft: by batch size, temperature and k."""
+    target, draft = pair
+    golden = answers(target, 5, "legal")
+    models = contestants(target, draft)
+    models.drafts["small sibling"] = Draft(noisy_copy(target, 0.05), list(range(100)))
+    config = dataclasses.replace(CONFIG, baselines_everywhere=True, sweep_prompts=1)
+    metrics = evaluate(models, golden[:3], golden, DecodeSettings(), config, seed=0).metrics
+    others = ["prompt_lookup", "small sibling", "undistilled"]
+    (two,), (warm,), (one, _) = metrics["by_batch"], metrics["by_temperature"], metrics["by_draft_length"]
+    for row in (two, warm, one):
+        assert sorted(row["others"]) == others
+        for name, own in row["others"].items():
+            assert own["speedup"]["value"] > 0 and own["draft_length"] >= 1, name
+    assert two["others"]["small sibling"]["costs"]["cost_ratio"] > 0
+    assert warm["others"]["small sibling"]["token_acceptance_trimmed_head"]["value"] > 0
+    own = metrics["candidates"]["small sibling"]["legal"]
+    assert own["acceptance_rate"]["draft_length"] == metrics["draft_lengths"]["small sibling"]
+    assert own["speedup"]["count"] == 2 and metrics["cost_ratios"]["small sibling"] > 0
+    assert metrics["memory"]["candidates"]["small sibling"]["weight_bytes"] > 0
+    by_task = metrics["by_task"]["distilled"]["legal, continuation"]
+    assert by_task["predicted_speedup"]["measured-cost"] > 0
+
+
+@pytest.mark.parametrize("place", ["costs", "lots"])
+def test_what_does_not_fit_into_memory_costs_its_row_alone(pair, monkeypatch, place):
+    target, draft = pair
+    golden = answers(target, 5, "legal")
+    real = conditions.measure_costs
+
+    def costly(*arguments):
+        if arguments[-1] == 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(*arguments)
+
+    config = dataclasses.replace(CONFIG, batch_sizes=[2, 4])
+    if place == "costs":
+        monkeypatch.setattr(conditions, "measure_costs", costly)
+    else:
+        lots = conditions.Conditions._lots_timed
+        monkeypatch.setattr(
+            conditions.Conditions,
+            "_lots_timed",
+            lambda own, found, k: costly(4) if len(found[0]) == 4 else lots(own, found, k),
+        )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    two, four = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics[
+        "by_batch"
+    ]
+    assert two["speedup"]["value"] > 0
+    assert four["speedup"]["reason"] == "4 requests together do not fit into memory" and four["draft_length"] is None
+
+
+def test_a_draft_with_a_shorter_context_is_compared_on_the_answers_that_both_saw():
+    rows = [Agreement(f"p{i}", "legal", "t", f"c{i}", 3, False, 10, 5.0 + i, None, None, None, []) for i in range(4)]
+    theirs = [dataclasses.replace(row, trimmed_head=row.trimmed_head - 1) for row in rows]
+    found = versus_champion([], {"distilled": rows[:3], "champion": theirs}, {"distilled": 1, "champion": 1}, 20)
+    difference = found["legal"]["token_acceptance_difference"]
+    assert difference["value"] == pytest.approx(0.1) and difference["count"] == 3
 
 
 @pytest.mark.parametrize("quantization", ["load_in_4bit", "load_in_8bit"])
@@ -197,14 +262,14 @@ def test_a_prompt_counts_with_its_run_of_median_time(pair, monkeypatch):
     """Of three runs of each, the second longest; the first decoder changes from turn to turn."""
     target, draft = pair
     golden = answers(target, 2, "legal")
-    order, real = [], evaluation.time_one
+    order, real = [], evaluation.time_lot
 
-    def timed(decoder, prompt, seed):
-        run = real(decoder, prompt, seed)
+    def timed(decoder, prompts, seed):
+        (run,) = real(decoder, prompts, seed)
         order.append(decoder)
-        return dataclasses.replace(run, seconds=float(len(order)))
+        return [dataclasses.replace(run, seconds=float(len(order)))]
 
-    monkeypatch.setattr(evaluation, "time_one", timed)
+    monkeypatch.setattr(evaluation, "time_lot", timed)
     engine = evaluation.Engine(target, DecodeConfig(draft_length=1, max_new_tokens=4, allowed_token_ids=range(100)))
     engine.add("plain", None)
     engine.add("draft", draft)
