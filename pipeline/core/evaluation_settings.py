@@ -90,7 +90,7 @@ class EvaluateConfig:
         if len({*taken, *NAMES}) < len(taken) + len(NAMES):
             raise ValueError(f"evaluate.siblings need names of their own, other than {', '.join(NAMES)}; got {taken}")
         for name, value in vars(self).items():
-            if isinstance(value, list):
+            if isinstance(value, list | bool):
                 continue
             least = 0 if name in MAY_BE_ZERO else 1
             if not least <= value < float("inf"):
