@@ -6,6 +6,7 @@ Writes: the registry's aliases champion and previous; data/champion/metrics.json
 Does:   promotes the candidate if its gate passed and it beats the champion's recorded figures (see
         `pipeline.core.promotion`), or for a stated reason. The registry decides who is champion: each call first
         finishes what a killed one left half done, and puts data/champion/metrics.json right if someone moved the alias.
+        Where the champion's figures cannot be read, that file says so instead, and the stages refuse it.
 """
 
 from __future__ import annotations
@@ -44,17 +45,20 @@ if TYPE_CHECKING:  # importing mlflow takes seconds
 
     from pipeline.adapters.mlflow_registry import MlflowStore
 
+ROLLED_BACK = "rolled back from version"  # begins how a version became champion by a roll-back
+UNKNOWN_CHAMPION_SCHEMA = ("domain-draft/unknown-champion", 1)  # of a file that every reader of the champion refuses
+
 
 def promote(config: RegistryConfig, force: str | None = None) -> None:
     """Make the version under the alias `config.alias` the champion; `force` is the reason to do so in spite of all.
 
     Raises `PipelineError` when there is no candidate, when it may not be promoted, and when the store cannot be used.
     """
-    from pipeline.adapters.mlflow_promotion import name_champion
+    from pipeline.adapters.mlflow_promotion import close_promotion, name_champion
 
     if force is not None and not force.strip():
         raise PipelineError("--force was given no reason.", "say why: it is recorded with the version.")
-    name, store = config.model_name, _open(config)
+    name, (store, _) = config.model_name, _open(config)
     version = store.version_by_alias(name, config.alias)
     if version is None:
         raise PipelineError(
@@ -62,42 +66,47 @@ def promote(config: RegistryConfig, force: str | None = None) -> None:
             "`make repro` registers one when its gate passes; `python -m pipeline.promote --list` shows what is there.",
         )
     if version == store.version_by_alias(name, CHAMPION):
-        _write_champion(config, _mend(config, store))
+        _write_champion(config, _mend(config, store, replace=True))  # newer figures of the same weights, if any
         print(f"{name} version {version} is the champion already")
         return
     candidate = _recorded(store, name, version)
     how = f"forced: {force}" if force is not None else _earned(candidate, _mend(config, store), name)
     name_champion(store, name, version, how)
     _write_champion(config, candidate)
+    close_promotion(store, name)
     print(f"{name} version {version} is the champion ({how}), in {store}")
 
 
 def rollback(config: RegistryConfig) -> None:
-    """Let champion and previous change places; a second call undoes the first.
+    """Let champion and previous change places; a second call undoes the first, unless that was cut off: then it ends it.
 
-    Raises `PipelineError` when there is nothing to go back to, and when the store cannot be used.
+    The aliases move also where the artifacts of the store cannot be read. Raises `PipelineError` in that case, when they
+    have moved; when there is nothing to go back to; and when the store cannot be used.
     """
     from pipeline.adapters.mlflow_promotion import name_champion
 
-    name, store = config.model_name, _open(config)
+    name, (store, completed) = config.model_name, _open(config)
     champion, previous = (store.version_by_alias(name, alias) for alias in (CHAMPION, PREVIOUS))
+    if completed is not None and completed.startswith(ROLLED_BACK):
+        print(f"so nothing else is rolled back: {name} version {champion} is the champion again, {completed}")
+        _mend(config, store, replace=True)
+        return
     if champion is None or previous in (None, champion):
         lacking = CHAMPION if champion is None else f"{PREVIOUS} champion to go back to"
         raise PipelineError(
             f"{name} has no {lacking} in {store}.",
             "`python -m pipeline.promote --list` shows the versions; promote a candidate first.",
         )
-    recorded = _recorded(store, name, previous)
-    name_champion(store, name, previous, f"rolled back from version {champion}")
+    name_champion(store, name, previous, f"{ROLLED_BACK} {champion}")
     print(f"{name} version {previous} is the champion again, version {champion} the previous one, in {store}")
-    _write_champion(config, recorded)
+    _mend(config, store, replace=True)
 
 
 def show(config: RegistryConfig) -> None:
     """Print all versions with aliases, verdict and figures."""
     from pipeline.adapters.mlflow_promotion import HOW_TAG
 
-    name, store = config.model_name, _open(config)
+    name, (store, _) = config.model_name, _open(config)
     versions, aliases = store.versions(name), store.aliases(name)
     if versions:
         console().print(_table(name, versions, aliases))
@@ -109,8 +118,8 @@ def show(config: RegistryConfig) -> None:
     _mend(config, store)
 
 
-def _open(config: RegistryConfig) -> MlflowStore:
-    """The store, with no promotion half done."""
+def _open(config: RegistryConfig) -> tuple[MlflowStore, str | None]:
+    """The store, with no promotion half done, and how the champion was named whose promotion has been completed now."""
     from pipeline.adapters.mlflow_promotion import finish_promotion
     from pipeline.adapters.mlflow_registry import MlflowStore
     from pipeline.adapters.mlflow_store import check_store, resolve_tracking_uri
@@ -119,9 +128,10 @@ def _open(config: RegistryConfig) -> MlflowStore:
     uri = resolve_tracking_uri(config.tracking_uri, stage.PROJECT_ROOT)
     check_store(uri, config.timeout_seconds)
     store = MlflowStore(uri)
-    if finish_promotion(store, config.model_name):
+    completed = finish_promotion(store, config.model_name)
+    if completed is not None:
         print(f"a promotion of {config.model_name} that was cut off has been completed")
-    return store
+    return store, completed
 
 
 def _earned(candidate: Recorded, champion: Recorded | None, name: str) -> str:
@@ -161,22 +171,47 @@ def _recorded(store: MlflowStore, name: str, version: str) -> Recorded:
         )
 
 
-def _mend(config: RegistryConfig, store: MlflowStore) -> Recorded | None:
-    """The registry's champion; data/champion/metrics.json is made to say the same, unless it is another model's."""
+def _mend(config: RegistryConfig, store: MlflowStore, replace: bool = False) -> Recorded | None:
+    """The registry's champion; data/champion/metrics.json is made to say the same, and a promotion is closed with that.
+
+    Another model's file stays, unless it is to `replace`. Raises `PipelineError` when the champion's evidence cannot be
+    read.
+    """
+    from pipeline.adapters.mlflow_promotion import close_promotion
+
     name, path = config.model_name, output_path(CHAMPION_FILE)
-    version = store.version_by_alias(name, CHAMPION)
-    champion = None if version is None else _recorded(store, name, version)
-    found = _read_champion(path)
-    if found is not None and found["model_name"] != name:
+    version, found = store.version_by_alias(name, CHAMPION), _read_champion(path)
+    others = found is not None and found["model_name"] != name and not replace
+    try:
+        champion = None if version is None else _recorded(store, name, version)
+    except PipelineError as error:
+        if not others:
+            _disown(path, name, version, found)
+        raise PipelineError(
+            f"{name} version {version} is the champion, but its figures for {CHAMPION_FILE} cannot be read: {error.reason}",
+            f"{error.remedy.rstrip('.')}; then `python -m pipeline.promote --list` writes it.",
+        ) from error
+    if others:
         print(f"{CHAMPION_FILE} holds the champion of {found['model_name']}; promoting one of {name} will replace it")
     elif champion is not None:
         said = _write_champion(config, champion, found)
         if said is not None:
             print(f"{CHAMPION_FILE} {said}")
-    elif found is not None:
+    elif path.exists():
         path.unlink()
-        print(f"{CHAMPION_FILE} named version {found['version']}, the registry has no champion: removed")
+        named = "could not be read" if found is None else f"named version {found['version']}"
+        print(f"{CHAMPION_FILE} {named}, the registry has no champion: removed")
+    close_promotion(store, name)
     return champion
+
+
+def _disown(path: Path, name: str, version: str, found: dict[str, Any] | None) -> None:
+    """Put what no stage reads into the champion's file unless `found`, its present content, is about that version.
+
+    Without a file the rules against the champion would not apply, and another version's figures are the wrong ones.
+    """
+    if found is None or (found["model_name"], found["version"]) != (name, version):
+        write_json(path, *UNKNOWN_CHAMPION_SCHEMA, {"model_name": name, "version": version})
 
 
 def _read_champion(path: Path) -> dict[str, Any] | None:
@@ -186,8 +221,7 @@ def _read_champion(path: Path) -> dict[str, Any] | None:
     try:
         return read_json(path, *CHAMPION_SCHEMA)
     except PipelineError as error:
-        path.unlink()
-        print(f"{error.reason} Removed")
+        print(error.reason)
         return None
 
 
@@ -198,7 +232,9 @@ def _write_champion(config: RegistryConfig, champion: Recorded, found: dict[str,
         return None  # its figures at promotion stay: stages that depend on the file need not run again
     write_json(output_path(CHAMPION_FILE), *CHAMPION_SCHEMA, facts)
     if found is None:
-        return f"was missing: written, the champion is version {champion.version}"
+        return f"was missing or could not be read: written, the champion is version {champion.version}"
+    if found["model_name"] != config.model_name:
+        return f"held the champion of {found['model_name']}: replaced, version {champion.version} is this model's"
     if (found["version"], found["fingerprint"]) == (champion.version, champion.fingerprint):
         return f"written anew for version {champion.version}"
     return f"named version {found['version']}, the registry's champion is version {champion.version}: written anew"

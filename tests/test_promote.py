@@ -347,6 +347,85 @@ def test_the_next_call_mends_a_rollback_that_was_killed(embedded, number):
         promote.rollback(embedded.config)
     promote.show(embedded.config)
     assert embedded.aliases() == (("1", "2") if number >= CHAMPION_NAMED else ("2", "1"))
+    assert embedded.store.model_tags(embedded.name) == {}
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_a_rollback_that_was_killed_and_is_typed_again_stands(embedded, number, capsys):
+    """Only the call after that, which finds nothing to finish, takes it back."""
+    for acceptance in (0.5, 0.6):
+        embedded.add(acceptance=acceptance)
+        promote.promote(embedded.config)
+    with cut_before(number):
+        promote.rollback(embedded.config)
+    capsys.readouterr()
+    promote.rollback(embedded.config)
+    assert embedded.aliases() == ("1", "2")
+    assert ("that was cut off has been completed" in capsys.readouterr().out) == (number >= CHAMPION_NAMED)
+    assert embedded.how("1") == "rolled back from version 2" and embedded.store.model_tags(embedded.name) == {}
+    promote.rollback(embedded.config)
+    assert embedded.aliases() == ("2", "1")
+
+
+@pytest.fixture(params=["artifact store down", "evidence being replaced"])
+def unreadable(request, embedded, monkeypatch):
+    """A function that makes the evidence of version 1 unreadable, and one that mends it."""
+
+    def refuse(store, model_name, version, path, destination):
+        raise PipelineError(
+            f"{path} of {model_name} version {version} cannot be downloaded: refused", "try again later."
+        )
+
+    def tag(text: str) -> None:
+        embedded.store.client.set_model_version_tag(embedded.name, "1", "evidence", text)
+
+    if request.param == "artifact store down":
+        whole = MlflowStore.download
+        return (
+            lambda: monkeypatch.setattr(MlflowStore, "download", refuse),
+            lambda: monkeypatch.setattr(MlflowStore, "download", whole),
+        )
+    evidence = []
+
+    def replace() -> None:
+        evidence.append(embedded.store.version_tags(embedded.name, "1")["evidence"])
+        tag("being replaced")
+
+    return replace, lambda: tag(evidence[0])
+
+
+def test_a_rollback_moves_the_aliases_where_the_evidence_cannot_be_read(embedded, unreadable, monkeypatch, capsys):
+    """Until it can, no stage takes the old file for the champion's, and the same command typed again changes nothing."""
+    for acceptance in (0.5, 0.6):
+        embedded.add(acceptance=acceptance)
+        promote.promote(embedded.config)
+    break_it, mend_it = unreadable
+    break_it()
+    for _ in range(2):
+        with pytest.raises(SystemExit) as error:
+            call(["--rollback"], monkeypatch, embedded)
+        assert error.value.code == 1
+        printed = capsys.readouterr()
+        assert f"{embedded.name} version 1 is the champion again" in printed.out
+        assert "is the champion, but its figures for data/champion/metrics.json cannot be read" in printed.err
+        assert "`python -m pipeline.promote --list` writes it" in printed.err
+        assert embedded.store.aliases(embedded.name) == {"candidate": "2", "champion": "1", "previous": "2"}
+        with pytest.raises(PipelineError, match="pipeline.promote --list` writes it anew"):
+            stage.read_champion()
+    mend_it()
+    call(["--list"], monkeypatch, embedded)
+    assert embedded.aliases() == ("1", "2") and embedded.store.model_tags(embedded.name) == {}
+    assert embedded.file()["metrics"]["candidates"]["distilled"]["legal"]["acceptance_rate"]["value"] == 0.5
+
+
+def test_a_file_about_the_champion_stays_while_its_evidence_cannot_be_read(embedded, unreadable):
+    embedded.add(acceptance=0.5)
+    promote.promote(embedded.config)
+    before = embedded.file()
+    unreadable[0]()
+    with pytest.raises(PipelineError, match="version 1 is the champion, but its figures"):
+        promote.show(embedded.config)
+    assert embedded.file() == before
 
 
 def test_evidence_that_is_not_whole_is_refused(embedded):
