@@ -19,16 +19,17 @@ import hydra
 from pipeline.adapters.report_page import render
 from pipeline.core.artifacts import atomic_path, read_json, write_json
 from pipeline.core.errors import PipelineError
-from pipeline.core.report_page import Documents, candidates, plot_tables
+from pipeline.core.report_page import Documents, plot_tables
 from pipeline.core.roi import RoiConfig, roi
 from pipeline.gate import GateConfig
 from pipeline.stage import execute, input_path, output_path, read_provenance
 
 STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register")
 PLOT_COLUMNS = {
-    "history": ("step", "tokens", "loss", "dev_token_acceptance"),
+    "training": ("step", "tokens", "dev_token_acceptance"),
     "token_acceptance": ("domain", "token_acceptance", "lower", "upper"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
+    "acceptance_by_position": ("candidate", "position", "value"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
     "draft_lengths": ("draft_length", "predicted_speedup", "speedup"),
     "verify_cost": ("tokens", "seconds", "ratio"),
@@ -50,8 +51,7 @@ def run(config: Config) -> None:
     plots = plot_tables(documents)
     with atomic_path(output_path("data/report")) as folder:
         (folder / "plots").mkdir(parents=True)
-        by_position = {"acceptance_by_position": ("position", *candidates(documents.metrics))}
-        for name, columns in (PLOT_COLUMNS | by_position).items():
+        for name, columns in PLOT_COLUMNS.items():
             _write_rows(folder / "plots" / f"{name}.csv", columns, plots[name])
         write_json(folder / "roi.json", "domain-draft/roi", 1, documents.roi)
         (folder / "index.html").write_text(render(documents, plots), encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def read(clone: Path, name: str) -> dict:
 
 def executed(output: str) -> set[str]:
     return {name for name in STAGES if f"Running stage '{name}'" in output}
+
+
+def charts(page: str) -> list[dict]:
+    """The Vega-Lite specifications in a page of `dvc plots`."""
+    return [json.loads(text) for text in re.findall(r"var spec = (.*);\n", page)]
 
 
 def test_it_reaches_a_registered_draft(clone):
@@ -83,10 +89,19 @@ def test_dvc_shows_metrics_and_plots(clone):
     change, name = compared["speedup_legal"], "speedup_legal"
     assert (change["old"], change["new"]) == (committed[name], found[name])
     assert change["diff"] == pytest.approx(found[name] - committed[name])
-    page = checked(["dvc", "plots", "show", "-o", "plots"], clone) and (clone / "plots/index.html")
-    text = page.read_text(encoding="utf-8")
-    for title in yaml.safe_load((clone / "dvc.yaml").read_text(encoding="utf-8"))["plots"]:
-        assert next(iter(title)) in text
+    checked(["dvc", "plots", "show", "-o", "plots"], clone)
+    drawn = {
+        chart["title"]["text"]: chart for chart in charts((clone / "plots/index.html").read_text(encoding="utf-8"))
+    }
+    for named in yaml.safe_load((clone / "dvc.yaml").read_text(encoding="utf-8"))["plots"]:
+        for title, plot in named.items():
+            ((file, y),) = plot["y"].items()
+            x = plot["x"] if isinstance(plot["x"], str) else plot["x"][file]
+            rows = drawn[title]["data"]["values"]
+            assert rows and all(row[x] and row[y] for row in rows), f"{title}: Vega draws an empty cell as 0"
+    by_position = drawn["acceptance by position"]
+    assert by_position["encoding"]["color"]["field"] == "candidate"
+    assert {row["candidate"] for row in by_position["data"]["values"]} == {"prompt_lookup", "undistilled", "distilled"}
 
 
 def test_an_override_reaches_the_code_and_reruns_what_depends_on_it(clone):

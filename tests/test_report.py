@@ -8,6 +8,8 @@ import re
 from html.parser import HTMLParser
 
 import pytest
+import yaml
+from dependencies import ROOT
 
 from pipeline import report, stage
 from pipeline.core.artifacts import read_json, write_json
@@ -363,8 +365,9 @@ def test_the_champion_is_compared_where_there_is_one(project):
     text = _page_with(project, {"legal": versus, "all": versus})
     assert "Against the champion" in text and "Version 7 of tiny-legal-draft" in text
     assert "3.1 % (" not in text and "3.1 %" in text and "1.08×" in text and "small sibling" in text
-    header = (project / "data/report/plots/acceptance_by_position.csv").read_text().splitlines()[0]
-    assert header == "position,distilled,champion,small sibling,undistilled,prompt_lookup"
+    with (project / "data/report/plots/acceptance_by_position.csv").open(newline="") as stream:
+        names = [row["candidate"] for row in csv.DictReader(stream)]
+    assert list(dict.fromkeys(names)) == ["distilled", "champion", "small sibling", "undistilled", "prompt_lookup"]
 
 
 def _page_with(project, versus):
@@ -468,17 +471,17 @@ def test_the_plots_are_whole_tables(project):
     write_artifacts(project)
     report.run(config())
     tables = {}
-    by_position = ("position", "distilled", "undistilled", "prompt_lookup")
-    for name, columns in {**report.PLOT_COLUMNS, "acceptance_by_position": by_position}.items():
+    for name, columns in report.PLOT_COLUMNS.items():
         with (project / f"data/report/plots/{name}.csv").open(newline="") as stream:
             reader = csv.DictReader(stream)
             tables[name] = list(reader)
         assert tuple(reader.fieldnames) == columns
-    assert [row["step"] for row in tables["history"]] == ["10", "20", "40", "60", "80"]
+    assert [row["step"] for row in tables["training"]] == ["20", "40", "60", "80"]
     acceptance = {(row["candidate"], row["domain"], row["metric"]): row for row in tables["acceptance_by_domain"]}
     assert float(acceptance["distilled", "code", "token_acceptance_trimmed_head"]["value"]) == 0.312
     assert ("prompt_lookup", "legal", "token_acceptance_full_head") not in acceptance
-    assert [row["distilled"] for row in tables["acceptance_by_position"]][:4] == ["0.71", "0.55", "0.43", "0.35"]
+    by_position = {(row["candidate"], row["position"]): row["value"] for row in tables["acceptance_by_position"]}
+    assert [by_position["distilled", str(i)] for i in range(1, 5)] == ["0.71", "0.55", "0.43", "0.35"]
     assert tables["draft_lengths"][1] == {"draft_length": "2", "predicted_speedup": "1.4", "speedup": "1.27"}
     speedups = {(row["candidate"], row["domain"]): row for row in tables["speedup"]}
     assert set(speedups) == {
@@ -489,6 +492,24 @@ def test_the_plots_are_whole_tables(project):
     assert speedups["undistilled", "legal"]["predicted_measured_cost"] == ""
     assert [row["tokens"] for row in tables["verify_cost"]] == ["1", "2", "3", "4", "5", "7"]
     assert float(tables["verify_cost"][0]["ratio"]) == 1.0
+
+
+def test_no_cell_that_dvc_plots_is_empty(project):
+    """DVC hands an empty cell to Vega, which draws it as 0: of candidates at different k, and of steps between measurements."""
+    metrics = sample_metrics()
+    metrics["candidates"]["prompt_lookup"]["legal"] |= served(0.19, 1.1, [0.26, 0.2, 0.16, 0.13, 0.1, 0.08])
+    metrics["candidates"]["undistilled"]["legal"] |= {"acceptance_by_position": missing("not decoded")}
+    for row in metrics["by_draft_length"]:
+        row["speedup"] = missing("not timed")
+    write_artifacts(project, metrics)
+    report.run(config())
+    plots = yaml.safe_load((ROOT / "dvc.yaml").read_text(encoding="utf-8"))["plots"]
+    for plot in (definition for named in plots for definition in named.values()):
+        ((file, y),) = plot["y"].items()
+        x = plot["x"] if isinstance(plot["x"], str) else plot["x"][file]
+        with (project / file).open(newline="") as stream:
+            rows = list(csv.DictReader(stream))
+        assert len(rows) > 1 and all(row[x] and row[y] for row in rows), file
 
 
 def test_an_enforced_gate_fails_after_the_report_exists(project):

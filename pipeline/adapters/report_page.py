@@ -65,7 +65,7 @@ def render(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> str:
         "verdict_sentence": _verdict_sentence(documents),
         "tiles": _tiles(documents),
         "lossless_sentences": _lossless_sentences(documents.metrics),
-        "training_sentence": _training_sentence(plots["history"]),
+        "training_sentence": _training_sentence(plots["training"]),
         "cost_sentence": _cost_sentence(documents.metrics),
         "formulas": PREDICTIONS,
         "reference_sentence": _reference_sentence(documents.metrics["reference"]),
@@ -100,7 +100,7 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
 def _charts(metrics: dict[str, Any], plots: dict[str, list[dict[str, Any]]]) -> dict[str, Bars | Lines]:
     acceptance = [row for row in plots["acceptance_by_domain"] if row["metric"] == TOKEN_ACCEPTANCE]
     positions = {
-        name: [(row["position"], row[name]) for row in plots["acceptance_by_position"] if name in row]
+        name: [(row["position"], row["value"]) for row in plots["acceptance_by_position"] if row["candidate"] == name]
         for name in candidates(metrics)
     }
     costs = [(row["tokens"], row["ratio"]) for row in plots["verify_cost"]]
@@ -109,7 +109,7 @@ def _charts(metrics: dict[str, Any], plots: dict[str, list[dict[str, Any]]]) -> 
         "speedup": _bars(metrics, plots["speedup"], "speedup", "ratio", None),
         "positions": _step_lines(positions, "share", "position in the drafted block"),
         "verify_cost": _step_lines({"verify cost": costs}, "ratio", "tokens in the target's pass (k + 1)"),
-        "training": _training_lines(plots["history"]),
+        "training": _training_lines(plots["training"]),
         **{name: _step_lines(*lines) for name, lines in condition_lines(metrics).items()},
     }
 
@@ -334,8 +334,7 @@ def _departed(item: dict[str, Any]) -> list[Cell]:
     return [Cell(item["prompt_id"]), Cell(words(item["candidate"])), number_cell(item["token_index"] + 1, "tokens")]
 
 
-def _training_sentence(history: list[dict[str, str]]) -> str:
-    evaluated = [row for row in history if row["dev_token_acceptance"]]
+def _training_sentence(evaluated: list[dict[str, str]]) -> str:
     if not evaluated:
         return "Dev token acceptance was not measured during training."
     best = max(evaluated, key=lambda row: float(row["dev_token_acceptance"]))
@@ -435,10 +434,8 @@ def _step_lines(series: dict[str, list[tuple[int, float]]], unit: str, x_label: 
     return Lines(lines, [(100 * (x - 0.5) / steps, str(x)) for x in range(1, steps + 1)], y_ticks, x_label)
 
 
-def _training_lines(history: list[dict[str, str]]) -> Lines:
-    points = [
-        (int(row["tokens"]), float(row["dev_token_acceptance"])) for row in history if row["dev_token_acceptance"]
-    ]
+def _training_lines(evaluated: list[dict[str, str]]) -> Lines:
+    points = [(int(row["tokens"]), float(row["dev_token_acceptance"])) for row in evaluated]
     x_ticks, right = _axis([x for x, _ in points], "tokens")
     y_ticks, top = _axis([y for _, y in points], "share")
     placed = [(100 * x / right, 100 * y / top, f"{x:,} tokens: {quantity(y, 'share')}") for x, y in points]

@@ -143,11 +143,18 @@ def words(name: str) -> str:
 
 
 def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
-    """The rows of plots/*.csv by file name; what has no value has no row, or an empty cell beside one that has."""
+    """The rows of plots/*.csv by file name; what has no value has no row, or an empty cell beside one that has.
+
+    What dvc.yaml plots is never an empty cell, which DVC's charts would draw as 0.
+    """
     metrics = documents.metrics
     pairs = [(candidate, domain) for candidate in candidates(metrics) for domain in domains(metrics)]
     return {
-        "history": _history_rows(documents.history),
+        "training": [
+            {name: row[name] for name in ("step", "tokens", "dev_token_acceptance")}
+            for row in documents.history
+            if row["dev_token_acceptance"]
+        ],
         "token_acceptance": [
             {"domain": domain, "token_acceptance": entry["value"], **_ends(entry)}
             for domain in domains(metrics)
@@ -159,7 +166,11 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
             for metric in SHARES
             if (entry := found(metrics, candidate, domain, metric))["value"] is not None
         ],
-        "acceptance_by_position": _position_rows(metrics),
+        "acceptance_by_position": [
+            {"candidate": candidate, "position": position, "value": share}
+            for candidate in candidates(metrics)
+            for position, share in enumerate(_by_position(metrics, candidate), start=1)
+        ],
         "speedup": [
             {
                 "candidate": candidate,
@@ -179,22 +190,9 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _position_rows(metrics: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row per drafted position with a column per candidate, on the target domain."""
-    shares = {
-        candidate: found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or []
-        for candidate in candidates(metrics)
-    }
-    longest = max(map(len, shares.values()), default=0)
-    return [
-        {"position": index + 1, **{name: values[index] for name, values in shares.items() if index < len(values)}}
-        for index in range(longest)
-    ]
-
-
-def _history_rows(history: list[dict[str, str]]) -> list[dict[str, Any]]:
-    rows = [{name: row[name] for name in ("step", "tokens", "loss", "dev_token_acceptance")} for row in history]
-    return [row for row in rows if row["loss"] or row["dev_token_acceptance"]]
+def _by_position(metrics: dict[str, Any], candidate: str) -> list[float]:
+    """Acceptance by position on the target domain; empty where the candidate was not decoded."""
+    return found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or []
 
 
 def _ends(entry: dict[str, Any]) -> dict[str, float | None]:
