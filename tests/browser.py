@@ -20,30 +20,32 @@ FLAGS = (
 HARNESS = """<!doctype html><meta charset="utf-8"><iframe id="frame" style="border:0;height:800px;width:{width}px"></iframe>
 <pre id="found"></pre>
 <script>
-const errors = [], frame = document.getElementById("frame"), page = {page};
-addEventListener("error", event => errors.push(String(event.message)));
-frame.addEventListener("load", () => {{
-  const view = frame.contentWindow, body = frame.contentDocument;
-  view.addEventListener("error", event => errors.push(String(event.message)));
-  const boxes = [...body.querySelectorAll("main > *")].map(item => item.getBoundingClientRect());
+const errors = [], note = event => errors.push(String(event.message)), frame = document.getElementById("frame");
+const view = frame.contentWindow, inner = frame.contentDocument;
+addEventListener("error", note);
+inner.open();  // forgets all listeners, so those of the page are added after it, before anything is read
+view.addEventListener("error", note);
+view.addEventListener("load", () => {{
+  const boxes = [...inner.querySelectorAll("main > *")].map(item => item.getBoundingClientRect());
   document.getElementById("found").textContent = JSON.stringify({{
-    width: body.documentElement.clientWidth, content: body.documentElement.scrollWidth,
-    sections: [...body.querySelectorAll("h1, h2")].map(item => item.textContent.trim()),
+    width: inner.documentElement.clientWidth, content: inner.documentElement.scrollWidth,
+    sections: [...inner.querySelectorAll("h1, h2")].map(item => item.textContent.trim()),
     empty: boxes.filter(box => box.height === 0).length,
     fetched: view.performance.getEntriesByType("resource").map(entry => entry.name),
-    scripts: body.scripts.length, background: view.getComputedStyle(body.body).backgroundColor, errors,
+    scripts: inner.scripts.length, background: view.getComputedStyle(inner.body).backgroundColor, errors,
   }});
 }});
-frame.srcdoc = page;
+inner.write({page});
+inner.close();
 </script>"""
 
 
 def looked_at(page: str, width: int, dark: bool = False) -> dict:
     """What a browser finds in the HTML `page`, `width` pixels wide: width of view and content, headings, empty blocks, fetched
-    addresses, number of scripts, background colour, errors."""
+    addresses, number of scripts, background colour, errors from its first byte until it is loaded."""
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     with tempfile.TemporaryDirectory() as folder:
-        text = json.dumps(page).replace("</", "<\\/")
+        text = json.dumps(page).replace("<", "\\u003c")
         harness = Path(folder, "harness.html")
         harness.write_text(HARNESS.format(width=width, page=text), encoding="utf-8")
         shown = _run("--dump-dom", *scheme, f"--user-data-dir={folder}/profile", harness.as_uri())

@@ -36,6 +36,16 @@ def test_the_page_is_whole_and_fits(page, width):
     assert found["errors"] == [] and found["fetched"] == [] and found["scripts"] == 0
 
 
+@pytest.mark.parametrize(
+    "broken",
+    ["<script>no_such_function()</script>", "<script>=</script>", '<img src="none.png" onerror="no_such_function()">'],
+    ids=["script", "syntax", "handler"],
+)
+def test_errors_while_a_page_loads_are_seen(page, broken):
+    (error,) = looked_at(page.replace("</main>", f"{broken}</main>"), 800)["errors"]
+    assert "SyntaxError" in error or "no_such_function is not defined" in error
+
+
 def test_the_page_prints(page, tmp_path):
     """Nothing sticks out of a sheet of A4 (18 cm between its margins at 96 dots per inch), in light colours also from a dark desk;
     a browser makes a document of several such sheets of it."""
