@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from pipeline.core.cache import layer_types
 from pipeline.core.cost_model import Costs
 from pipeline.core.errors import PipelineError
 from pipeline.core.linear import packs
@@ -30,6 +31,10 @@ if TYPE_CHECKING:  # their modules import the Trainer, and with it much else
 
 GIB = 1 << 30
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.5 + 4 / 64}  # per weight; 4 bit: one float32 scale per 64 weights
+WINDOWS = {
+    "sliding_attention": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}  # kind of layer -> in a config
 LOSS_COPIES = 6  # of the logits, alive together at the peak
 SPEED_SECONDS = 0.3  # spent on one measurement of matrix products
 SPEED_WIDTH, SPEED_MATRICES = 2048, 16  # together larger than a processor's caches, as a model's weights are
@@ -114,14 +119,28 @@ def packed_bytes(model: PreTrainedModel, dtype: torch.dtype, device: torch.devic
 
 
 def kv_cache_bytes(config: PreTrainedConfig, rows: int, positions: int, dtype: torch.dtype) -> int:
-    """Bytes of keys and values of all layers for `rows` sequences of `positions` tokens each."""
+    """Bytes of keys and values of all layers for `rows` sequences of `positions` tokens each, as our decoder allocates them:
+    whole also where a layer sees a window only, so that rolling back is free (see `pipeline.core.cache`)."""
+    return config.get_text_config().num_hidden_layers * rows * _layer_bytes(config, positions, dtype)
+
+
+def served_cache_bytes(config: PreTrainedConfig, rows: int, positions: int, dtype: torch.dtype) -> int:
+    """The same in a serving engine, which holds of a layer with sliding-window or chunked attention no more positions than
+    its window. Raises `PipelineError` for a model whose layers keep something else than keys and values."""
+    text = config.get_text_config()
+    windows = [getattr(text, WINDOWS[kind]) if kind in WINDOWS else None for kind in layer_types(config)]
+    return rows * sum(_layer_bytes(config, min(positions, window or positions), dtype) for window in windows)
+
+
+def _layer_bytes(config: PreTrainedConfig, positions: int, dtype: torch.dtype) -> int:
+    """Bytes of the keys and values of `positions` tokens in one layer, room for whole steps of a cache's growth."""
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = 2 * heads * (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
     if latent := getattr(text, "kv_lora_rank", None):  # latent attention stores one compressed vector and its position
         width = latent + text.qk_rope_head_dim
     capacity = -(-positions // LENGTH_STEP) * LENGTH_STEP
-    return text.num_hidden_layers * rows * capacity * width * dtype.itemsize
+    return capacity * width * dtype.itemsize
 
 
 def optimizer_bytes(parameters: int, optimizer: str = "adamw") -> int:
@@ -189,13 +208,14 @@ class Pair:
     def serving_memory(self, rows: int, positions: int) -> dict[str, int]:
         """Bytes of weights and caches where `rows` requests of up to `positions` tokens are served together.
 
-        As an engine on an accelerator holds them: without the second copy that decoding on a CPU makes.
+        As an engine on an accelerator holds them: without the second copy that decoding on a CPU makes, and of layers with
+        a window what it shows.
         """
         return {
             "target weights": weight_bytes(self.target, self.target_dtype, self.quantization),
-            "target cache": kv_cache_bytes(self.target.config, rows, positions, self.target_dtype),
+            "target cache": served_cache_bytes(self.target.config, rows, positions, self.target_dtype),
             "draft weights": weight_bytes(self.draft, self.draft_dtype),
-            "draft cache": kv_cache_bytes(self.draft.config, rows, positions, self.draft_dtype),
+            "draft cache": served_cache_bytes(self.draft.config, rows, positions, self.draft_dtype),
         }
 
     def requests_that_fit(self, memory_bytes: float, positions: int) -> tuple[int, int]:

@@ -10,8 +10,10 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     Gemma3TextConfig,
+    Llama4TextConfig,
     LlamaConfig,
     MambaConfig,
+    MistralConfig,
     Qwen3MoeConfig,
 )
 
@@ -146,6 +148,43 @@ def test_what_the_draft_costs_where_it_is_served():
     assert alone == 10 + 100 * room
     assert both == left // (3 * needs["target cache"]), "a cache in float32 takes twice that of bfloat16"
     assert pair.requests_that_fit(100, 40) == (0, 0)
+
+
+SLIDING_AND_FULL = {"layer_types": ["sliding_attention", "full_attention"]}
+WINDOWED = {  # and the positions that an engine holds of 100, over both layers
+    "gemma3": (Gemma3TextConfig(**SHAPE, head_dim=8, sliding_window=64, **SLIDING_AND_FULL), 64 + 128),
+    "mistral": (MistralConfig(**SHAPE, head_dim=8, sliding_window=64), 64 + 64),
+    "mistral without a window": (MistralConfig(**SHAPE, head_dim=8, sliding_window=None), 128 + 128),
+    "llama4": (
+        Llama4TextConfig(
+            **SHAPE, head_dim=8, attention_chunk_size=32, layer_types=["chunked_attention", "full_attention"]
+        ),
+        32 + 128,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_an_engine_holds_a_window_of_layers_that_have_one(name):
+    """By hand: a position takes keys and values of two heads of 8 in 2 bytes; our own cache holds all positions."""
+    config, positions = WINDOWED[name]
+    assert footprint.served_cache_bytes(config, rows=3, positions=100, dtype=torch.bfloat16) == 3 * positions * 32 * 2
+    assert footprint.kv_cache_bytes(config, rows=3, positions=100, dtype=torch.bfloat16) == 3 * 256 * 32 * 2
+    short = footprint.served_cache_bytes(config, rows=3, positions=20, dtype=torch.bfloat16)
+    assert short == footprint.kv_cache_bytes(config, rows=3, positions=20, dtype=torch.bfloat16)
+
+
+def test_windows_count_where_a_pair_is_served():
+    target, draft = (footprint.meta_model(config) for config in (WINDOWED["gemma3"][0], TIED))
+    pair = footprint.Pair(target, draft, CPU, torch.bfloat16, torch.bfloat16, "none")
+    needs = pair.serving_memory(3, 100)
+    assert needs["target cache"] == 3 * (64 + 128) * 32 * 2 and needs["draft cache"] == 3 * 256 * 32 * 2
+    memory = needs["target weights"] + needs["draft weights"] + 5 * (192 + 256) * 32 * 2
+    assert pair.requests_that_fit(memory, 100)[1] == 5
+    costs = pair.costs_by_bytes(3, 100, [1], head_tokens=16, half_weights=False)
+    weights = footprint.read_bytes(target, torch.bfloat16)
+    assert costs.target_pass_seconds[0] == weights + needs["target cache"]
+    assert pair.generate_memory(3, 100)["cache"] == 3 * 256 * 32 * 2, "our own decoder's"
 
 
 def test_costs_by_bytes_count_the_trimmed_head_and_the_caches():
