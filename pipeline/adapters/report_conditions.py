@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.adapters.report_elements import Cell, Table, measure_cell, number_cell, number_or_reason
 from pipeline.core.gating import CANDIDATE
-from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, UNDER_LOAD, no_data
+from pipeline.core.metrics import METRICS, SERVED_BRIEFLY, WAITS, no_data
 from pipeline.core.report_page import candidates, domains, found, quantity, words
 
 LATENCY = (
@@ -33,7 +33,8 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
-        "batches": _row_table(metrics["by_batch"], "batch", "requests together", UNDER_LOAD, predicted=True),
+        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED_BRIEFLY, predicted=True),
+        "batch_waits": _row_table(metrics["by_batch"], "batch", "requests together", WAITS),
         "temperatures": _row_table(
             metrics["by_temperature"],
             "temperature",

@@ -41,7 +41,7 @@ from pipeline.core.evaluation_settings import (
 from pipeline.core.metrics import (
     METRICS,
     SERVED_BRIEFLY,
-    UNDER_LOAD,
+    WAITS,
     acceptance_by_position,
     aggregate,
     difference_measure,
@@ -250,7 +250,9 @@ class Conditions:
                     reason = f"{size} requests together do not fit into memory"
                     torch.cuda.empty_cache()
             nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
-            rows.append({"batch": size, **(row or {**nothing, **dict.fromkeys(UNDER_LOAD, no_data(reason))})})
+            rows.append(
+                {"batch": size, **(row or {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))})}
+            )
         return rows
 
     def _under_load(self, lots: list[list[Answer]], size: int, agreed: dict[str, dict]) -> dict[str, Any] | None:

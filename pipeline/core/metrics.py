@@ -78,7 +78,7 @@ METRICS = {
 SERVED_BRIEFLY = (
     "acceptance_rate", "mean_acceptance_length", "speedup", "tokens_per_second", "plain_tokens_per_second",
 )  # fmt: skip
-UNDER_LOAD = (*SERVED_BRIEFLY, "ttft_seconds", "ttft_ratio", "itl_p95_seconds", "smoothness", "latency_seconds")
+WAITS = ("ttft_seconds", "ttft_ratio", "itl_p95_seconds", "smoothness", "latency_seconds")
 
 
 def measure(
