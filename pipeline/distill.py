@@ -109,9 +109,9 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
             with stage_run(tracking, "distill", config, root, state, is_main) as tracked:
                 _train(config, pair, state, processes, tracked)
             if is_main:
-                _keep(state, code)
-    if is_main:
-        _discard_others(state)
+                mark_finished(state, code, (output_path(DRAFT), output_path(HISTORY)))
+        if is_main:
+            _tidy(state)
     processes.wait_for_everyone()
 
 
@@ -160,16 +160,8 @@ def _train(config: Config, pair: _Pair, state: Path, processes: PartialState, tr
         tracked.wrote({"draft_fingerprint": read_draft_facts(output_path(DRAFT))["fingerprint"]})
 
 
-def _keep(state: Path, code: str) -> None:
-    """Leave in `state` what was written and the id of the MLflow run, without checkpoints."""
-    mark_finished(state, code, (output_path(DRAFT), output_path(HISTORY)))
-    for path in state.iterdir():
-        if path.is_dir() and path.name != FINISHED:
-            shutil.rmtree(path)
-
-
 def _restore(config: Config, state: Path) -> None:
-    """Put back what `_keep` kept; its MLflow run had ended before, and stays as it is."""
+    """Put back what `state` keeps; its MLflow run had ended before, and stays as it is."""
     kept, draft, history = state / FINISHED, output_path(DRAFT), output_path(HISTORY)
     with atomic_path(draft) as folder:
         shutil.copytree(kept / draft.name, folder)
@@ -181,8 +173,12 @@ def _restore(config: Config, state: Path) -> None:
     )
 
 
-def _discard_others(state: Path) -> None:
-    """Remove what other runs of the stage kept when they finished, unless a process is putting it back."""
+def _tidy(state: Path) -> None:
+    """Leave in `state` its result and the id of its MLflow run, without checkpoints, and of other states those that have not
+    finished and those that a process is putting back."""
+    for path in state.iterdir():
+        if path.is_dir() and path.name != FINISHED:
+            shutil.rmtree(path)
     for other in finished_beside(state):
         with suppress(PipelineError), _alone(other.name):
             shutil.rmtree(other)

@@ -131,7 +131,7 @@ def _kept_shard(path: Path) -> list[Answer]:
     try:
         return read_shard(path)
     except PipelineError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         return []
 
 

@@ -135,6 +135,9 @@ def test_what_was_finished_is_put_back_with_the_present_configuration(project, u
     distill.run(config())
     before = outputs(project)
     shutil.rmtree(project / "data/draft")
+    (key,) = states(project)
+    state = project / ".cache/distill" / key
+    (state / "checkpoint-9").mkdir()  # a kill came before it was removed
     (project / "data/distill/history.csv").write_text("changed")
     untrained()
     capsys.readouterr()
@@ -143,6 +146,7 @@ def test_what_was_finished_is_put_back_with_the_present_configuration(project, u
     assert "batch_size: 3" in (project / "data/draft/config.yaml").read_text()
     printed = capsys.readouterr().out
     assert printed.startswith("distill: nothing has changed") and printed.count("\n") == 1
+    assert [path.name for path in state.iterdir()] == ["finished"]
 
 
 @pytest.mark.parametrize("change", ["damage", "code", "setting"])
