@@ -40,7 +40,10 @@ from pipeline.core.vocabulary import domain_token_ids
 from pipeline.distill import Config
 
 RESULTS = Path(__file__).parent / "results"
-PROBE_EPOCHS = 0.1  # trained to learn a variant's speed
+PROBE_EPOCHS = 0.1  # of the first run of a variant
+PROBE_SHARE = 0.1  # of the wall-clock budget, for the second
+TOLERANCE = 0.03  # of the wall-clock budget
+TRIES = 4  # runs by such a prediction, until one is within the tolerance
 EVALUATIONS = 2
 DRAFT_LENGTHS = [1, 2, 3, 4, 5, 6]
 COST_CONTEXT_TOKENS, COST_REPEATS = 256, 15
@@ -141,14 +144,29 @@ class Lab:
         return Trained(draft, head, history, time.perf_counter() - started)
 
     def run_for(self, seconds: float, settings: DistillConfig, **options) -> Trained:
-        """Train for about `seconds`, as many epochs as that allows, to the end of the schedule."""
-        probe = dataclasses.replace(settings, epochs=PROBE_EPOCHS, evaluations=1)
+        """Train for `seconds` within `TOLERANCE`, as many epochs as that allows, to the end of the schedule.
+
+        A run takes a constant (its evaluations and checkpoints) and so much for each epoch. Both are learnt from two short
+        runs, then from the newest two; the last of `TRIES` counts even if the machine's speed kept changing.
+        """
+
+        def timed(epochs: float) -> Trained:
+            return self.run(dataclasses.replace(settings, epochs=epochs, evaluations=EVALUATIONS), **options)
+
         if not self.warm:
-            self.run(probe, dev=self.dev[:1], **options)  # the first run makes kernels for its shapes
+            timed(PROBE_EPOCHS)  # the first run makes kernels for its shapes
             self.warm = True
-        probed = self.run(probe, dev=self.dev[:1], **options)
-        epochs = PROBE_EPOCHS * seconds / probed.seconds
-        return self.run(dataclasses.replace(settings, epochs=epochs, evaluations=EVALUATIONS), **options)
+        epochs = PROBE_EPOCHS
+        earlier = (epochs, timed(epochs).seconds)
+        epochs *= max(2.0, PROBE_SHARE * seconds / earlier[1])
+        newest = (epochs, timed(epochs).seconds)
+        for _ in range(TRIES):
+            epochs = epochs_for(seconds, earlier, newest)
+            trained = timed(epochs)
+            if abs(trained.seconds / seconds - 1) <= TOLERANCE:
+                break
+            earlier, newest = newest, (epochs, trained.seconds)
+        return trained
 
     def head(self, train: list[Answer]) -> list[int]:
         """The trimmed head of a draft that is trained on `train`."""
@@ -230,6 +248,19 @@ class Results:
         RESULTS.mkdir(exist_ok=True)
         with atomic_path(self.path) as temporary:
             temporary.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def epochs_for(seconds: float, earlier: tuple[float, float], newest: tuple[float, float]) -> float:
+    """The epochs of a run of `seconds`, by the line through two runs, each (epochs, seconds).
+
+    In proportion to the newest run where the two say nothing of what an epoch takes; never beyond twice that.
+    """
+    (epochs, took), (last_epochs, last_took) = earlier, newest
+    proportional = last_epochs * seconds / last_took
+    if last_epochs != epochs and (each := (last_took - took) / (last_epochs - epochs)) > 0:
+        found = last_epochs + (seconds - last_took) / each
+        return min(found, 2 * proportional) if found > 0 else proportional
+    return proportional
 
 
 def halves(answers: list[Answer], which: int) -> list[Answer]:

@@ -40,6 +40,7 @@ from pipeline.adapters.drafts import (
     check_distillable,
     check_draft,
     check_frozen_embeddings,
+    check_reference_draft,
     draft_architecture,
     off_the_shelf,
 )
@@ -125,6 +126,8 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("generation rules", lambda found: target_checks.generation_rules(config.target, found), model)
     report.check("target quantization", lambda: target_checks.quantization(config.target))
     report.check("optimizer", lambda: _optimizer(config.distill.optimizer))
+    if config.distill.reference_draft:
+        report.check("reference draft", lambda: _reference_draft(config.distill.reference_draft, root))
     report.check("draft lengths", lambda: _draft_lengths(config))
     report.check("gate", lambda: _gate(config))
     report.check("money", lambda: _money(config))
@@ -264,6 +267,11 @@ def _draft_head(config: Config, target: Target, root: Path) -> Passed:
 def _optimizer(name: str) -> Passed:
     check_optimizer(name)
     return Passed(None, name)
+
+
+def _reference_draft(folder: str, root: Path) -> Passed:
+    check_reference_draft(folder, root)
+    return Passed(None, folder)
 
 
 def _draft_lengths(config: Config) -> Passed:

@@ -4,7 +4,7 @@ Reads:  data/prompts/{train,dev,golden}.parquet, the target.
 Writes: data/answers/{train,dev,golden}/*.parquet: ids of prompt and answer, settings, and the target's top
         log-probabilities aligned with the answer ids.
 Does:   answers a share of the train prompts by sampling, all others greedily. Finished shards survive a kill and are
-        not generated again.
+        not generated again; all are kept until another run has finished, so that one which repeats this one answers nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from pipeline.core.answers import Answer, GenerateConfig
 from pipeline.core.artifacts import atomic_path, fingerprint, fingerprint_files, read_json
 from pipeline.core.decoding import DecodeConfig
 from pipeline.core.errors import PipelineError
+from pipeline.core.finished import discard_finished, finished_beside, is_finished, mark_finished
 from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_seed
 from pipeline.core.models import ModelConfig, default_device, resolve_dtype
 from pipeline.core.sampling import Sampling
 from pipeline.core.templates import encode_prompts
-from pipeline.stage import cache_path, execute, input_path, output_path, write_effective_config
+from pipeline.stage import cache_path, code_fingerprint, execute, input_path, output_path, write_effective_config
 
 SPLITS = ("train", "dev", "golden")
 
@@ -58,7 +59,9 @@ def run(config: Config) -> None:
         **config.generate.facts,
         "seed": config.seed,
     }
-    cache = cache_path("generate", fingerprint(facts))
+    cache, code = cache_path("generate", fingerprint(facts)), code_fingerprint("generate")
+    if not is_finished(cache, code):
+        discard_finished(cache)  # other code's
     answers = _answer_all(target, prompts, config, cache, facts)
     with atomic_path(output_path("data/answers")) as folder:
         for split in SPLITS:
@@ -67,7 +70,9 @@ def run(config: Config) -> None:
                 shard = rows[start : start + config.generate.shard_rows]
                 write_answers(folder / split / f"{number:05d}.parquet", shard, facts)
         write_effective_config(folder, config)
-    shutil.rmtree(cache, ignore_errors=True)
+    mark_finished(cache, code)
+    for other in finished_beside(cache):
+        shutil.rmtree(other)
 
 
 def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:
@@ -91,6 +96,9 @@ def _answer_all(
     answers = {answer.prompt_id: answer for path in sorted(cache.glob("*.parquet")) for answer in _kept_shard(path)}
     sampled = {prompt.prompt_id for prompt in prompts["train"] if _is_sampled(prompt, config)}
     waiting = [prompt for rows in prompts.values() for prompt in rows if prompt.prompt_id not in answers]
+    if not waiting:
+        print(f"generate: every prompt is answered already; the answers are kept in {cache}.")
+        return answers
     total = len(waiting) * settings.max_new_tokens
     fresh: list[Answer] = []
     with tqdm(total=total, desc="generate (at most)", unit=" tokens", unit_scale=True, mininterval=2) as progress:
@@ -113,6 +121,8 @@ def _answer_all(
                 answers[answer.prompt_id] = answer
                 if len(fresh) % settings.shard_rows == 0:
                     _save_progress(cache, fresh[-settings.shard_rows :], facts)
+    if rest := len(fresh) % settings.shard_rows:
+        _save_progress(cache, fresh[-rest:], facts)
     return answers
 
 
@@ -121,7 +131,7 @@ def _kept_shard(path: Path) -> list[Answer]:
     try:
         return read_shard(path)
     except PipelineError:
-        path.unlink()
+        path.unlink(missing_ok=True)
         return []
 
 

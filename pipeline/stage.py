@@ -23,8 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
+from yaml import YAMLError
 
-from pipeline.core.artifacts import read_json, write_json
+from pipeline.core.artifacts import fingerprint_files, read_json, write_json
 from pipeline.core.ending import ending
 from pipeline.core.errors import PipelineError
 
@@ -113,11 +114,11 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     with _stops_logged(stage, started):
         try:
             check_writable(output_path("data"))
-            params = _params_in_use()
+            values = _values_in_use(schema)
             run(typed_config(cfg, schema))
-            if _params_in_use() != params:  # DVC would record what is there now as what the stage ran with
+            if _values_in_use(schema) != values:  # DVC would record what is there now as what the stage ran with
                 raise PipelineError(
-                    "params.yaml changed while this stage ran: its result is not recorded.",
+                    "The stage's values in params.yaml changed while this stage ran: its result is not recorded.",
                     "run `make repro` again with the values that you want, one run at a time.",
                 )
         except (PipelineError, OSError) as error:
@@ -158,6 +159,25 @@ def _params_in_use() -> bytes | None:
     if HydraConfig.initialized() and HydraConfig.get().job.config_name == "from_params":
         return input_path("params.yaml").read_bytes()
     return None
+
+
+def _values_in_use(schema: type) -> dict[str, Any] | None:
+    """What params.yaml holds for the groups of `schema`, where the stage takes its values from there; a file that is being
+    edited and cannot be parsed holds nothing."""
+    if (text := _params_in_use()) is None:
+        return None
+    try:
+        found = OmegaConf.to_container(OmegaConf.create(text.decode()))
+    except (YAMLError, OmegaConfBaseException):
+        return {}
+    return {field.name: found.get(field.name) for field in dataclasses.fields(schema)}
+
+
+def code_fingerprint(stage: str) -> str:
+    """Of the modules that dvc.yaml lists for `stage`, whose change lets DVC run it again."""
+    root = Path(__file__).resolve().parent.parent
+    listed = OmegaConf.load(root / "dvc.yaml").stages[stage].deps
+    return fingerprint_files([root / path for path in listed if path.endswith(".py")])
 
 
 def check_writable(folder: Path) -> None:

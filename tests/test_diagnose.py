@@ -227,6 +227,17 @@ def test_an_optimiser_that_cannot_run_is_named_before_anything_is_answered(cfg, 
     assert "distill.optimizer=adamw," in found["optimizer"].remedy
 
 
+@pytest.mark.parametrize(
+    ("folder", "words"),
+    [("data/draft", "DVC removes it"), ("./data/../data/draft", "DVC removes it"), ("models", "no draft.json")],
+)
+def test_a_reference_draft_that_will_not_be_there_is_named_before_anything_is_answered(folder, words, cfg):
+    cfg.distill.selected_share, cfg.distill.reference_draft = 0.5, folder
+    found = findings(cfg)
+    assert failed(found) == ["reference draft"]
+    assert words in found["reference draft"].detail and "copy" in found["reference draft"].remedy
+
+
 def test_layers_cannot_come_out_of_a_quantised_target(cfg, monkeypatch):
     monkeypatch.setattr(quantization, "_probe", lambda *_: None)
     cfg.target.quantization = "8bit"

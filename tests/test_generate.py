@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -80,11 +82,45 @@ def test_a_killed_run_continues_and_ends_the_same(project, monkeypatch):
     resumed = read_answers(project / "data/answers/train")
     total = sum(len(read_answers(project / "data/answers" / split)) for split in generate.SPLITS)
     assert len(asked) == total - 16, "two shards of eight had been kept"
-    assert not list((project / ".cache/generate").glob("*/*.parquet")), "nothing is kept that is in the outs"
+    shutil.rmtree(project / ".cache/generate")
     monkeypatch.setattr(generate, "generate_answers", original)
     generate.run(settings)
     straight = read_answers(project / "data/answers/train")
     assert [a.answer_ids.tolist() for a in resumed] == [a.answer_ids.tolist() for a in straight]
+
+
+def contents(project) -> list[bytes]:
+    return [path.read_bytes() for split in generate.SPLITS for path in shards(project / "data/answers" / split)]
+
+
+def test_what_was_answered_is_kept_until_other_settings_have_been_answered(project, monkeypatch, capsys):
+    """A kill before DVC has recorded the answers costs nothing; neither does another size of shards."""
+    settings = config(generate, "generate.shard_rows=7", "seed=4")
+    generate.run(settings)
+    written = contents(project)
+    shutil.rmtree(project / "data/answers")
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        patch.setattr(generate, "generate_answers", lambda *_: pytest.fail("answered again"))
+        generate.run(settings)
+        assert contents(project) == written
+        assert capsys.readouterr().out.startswith("generate: every prompt is answered already")
+        generate.run(config(generate, "generate.shard_rows=9", "seed=4"))
+        assert "shard_rows: 9" in (project / "data/answers/config.yaml").read_text()
+    unfinished = project / ".cache/generate/unfinished"
+    unfinished.mkdir()
+    generate.run(config(generate, "seed=5"))
+    assert len(list((project / ".cache/generate").iterdir())) == 2 and unfinished.is_dir()
+    unfinished.rmdir()
+
+
+def test_other_code_answers_anew(project, monkeypatch):
+    generate.run(config(generate, "seed=6"))
+    monkeypatch.setattr(generate, "code_fingerprint", lambda _: "changed")
+    monkeypatch.setattr(generate, "generate_answers", lambda model, chosen, *_: pytest.exit(str(len(chosen))))
+    with pytest.raises(pytest.exit.Exception):
+        generate.run(config(generate, "seed=6"))
+    assert not list((project / ".cache/generate").iterdir())
 
 
 def test_sampled_answers_follow_the_sampling(project):

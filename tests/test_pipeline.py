@@ -80,6 +80,13 @@ def test_a_second_run_has_nothing_to_do(clone):
     assert "Data and pipelines are up to date" in checked(["dvc", "repro"], clone)
 
 
+def test_a_stage_that_dvc_did_not_record_is_put_back_byte_for_byte(clone):
+    """As after a kill between the end of a stage and DVC's commit of it."""
+    for name, words in (("generate", "every prompt is answered already"), ("distill", "nothing has changed since")):
+        assert f"{name}: {words}" in checked(["dvc", "repro", "--force", "--single-item", name], clone)
+    assert "Data and pipelines are up to date" in checked(["dvc", "repro"], clone)
+
+
 def test_dvc_shows_metrics_and_plots(clone):
     shown = json.loads(run(["dvc", "metrics", "show", "--json"], clone).stdout)[""]["data"]
     found = shown["data/eval/summary.json"]["data"]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 from dataclasses import dataclass
 
 import pytest
+from dependencies import ROOT
 from omegaconf import OmegaConf
 
 import pipeline.stage
@@ -43,7 +45,8 @@ def test_a_full_disk_is_an_error_with_a_remedy_and_a_fault_of_ours_a_traceback(t
         pipeline.stage.execute(lambda _: stage(errno.ENOENT), Config, cfg)
 
 
-def test_params_that_change_while_a_stage_runs_are_not_recorded(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("after", ["seed: 1\n", "", "seed: [0\n"])
+def test_params_that_change_while_a_stage_runs_are_not_recorded(after, tmp_path, monkeypatch, capsys):
     """DVC reads params.yaml after the stage: it would take the new values for those that made the result."""
     params = tmp_path / "params.yaml"
     params.write_text("seed: 0\n")
@@ -51,9 +54,34 @@ def test_params_that_change_while_a_stage_runs_are_not_recorded(tmp_path, monkey
     monkeypatch.setattr(pipeline.stage, "_params_in_use", params.read_bytes)
     monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda _: None)
     with pytest.raises(SystemExit) as ended:
-        pipeline.stage.execute(lambda _: params.write_text("seed: 1\n"), Config, OmegaConf.create({"seed": 0}))
+        pipeline.stage.execute(lambda _: params.write_text(after), Config, OmegaConf.create({"seed": 0}))
     assert ended.value.code == 1
     assert "params.yaml changed while this stage ran" in capsys.readouterr().err
+
+
+def test_params_of_other_stages_may_change_while_one_runs(tmp_path, monkeypatch):
+    params = tmp_path / "params.yaml"
+    params.write_text("seed: 0\ngate: {name: a}\n")
+    monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
+    monkeypatch.setattr(pipeline.stage, "_params_in_use", params.read_bytes)
+    changed = "# a remark\ngate:\n  name: b\nseed: 0\n"
+    pipeline.stage.execute(lambda _: params.write_text(changed), Config, OmegaConf.create({"seed": 0}))
+    assert (tmp_path / "data/provenance/test_stage.json").is_file()
+
+
+def test_the_code_of_a_stage_is_that_of_the_modules_it_lists(tmp_path, monkeypatch):
+    """In a copy of the project: an edit of the report leaves distillation's alone."""
+    for name in ("pipeline", "dvc.yaml"):
+        (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(ROOT / name, tmp_path / name)
+    monkeypatch.setattr(pipeline.stage, "__file__", str(tmp_path / "pipeline/stage.py"))
+    stages = ("distill", "generate", "report")
+    before = [pipeline.stage.code_fingerprint(name) for name in stages]
+    for path, changed in (("core/report_page.py", [2]), ("core/objective.py", [0]), ("core/cache.py", [0, 1])):
+        with (tmp_path / "pipeline" / path).open("a") as file:
+            file.write("# changed\n")
+        after = [pipeline.stage.code_fingerprint(name) for name in stages]
+        assert [index for index in range(3) if after[index] != before[index]] == changed
+        before = after
 
 
 @pytest.mark.parametrize(

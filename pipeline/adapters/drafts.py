@@ -34,6 +34,7 @@ from pipeline.core.vocabulary import VocabularyMatch, match_vocabularies
 
 SCHEMA_NAME, SCHEMA_VERSION = "domain-draft/draft", 1
 INITS = ("pruned", "pretrained", "config", "champion")
+DRAFT = "data/draft"  # what the distill stage writes
 
 
 @dataclass
@@ -168,6 +169,24 @@ def check_frozen_embeddings(config: DraftConfig, target: Target, project_root: P
             f" {other} wide, do not fit.",
             "set distill.freeze_embeddings=false, or give the draft's configuration the target's hidden_size.",
         )
+
+
+def check_reference_draft(folder: str | None, project_root: Path) -> None:
+    """Raise `PipelineError` unless `folder`, distill.reference_draft, names a draft that is there when the stage runs."""
+    if folder is None:
+        return
+    path = project_root / folder
+    if path.resolve() == (project_root / DRAFT).resolve():
+        raise PipelineError(
+            f"distill.reference_draft={folder} is what the stage itself writes: DVC removes it before the stage runs.",
+            f"keep a copy: `cp -rL {DRAFT} .cache/reference`, and set distill.reference_draft=.cache/reference.",
+        )
+    if not (path / "draft.json").is_file():
+        raise PipelineError(
+            f"distill.reference_draft={folder} is no distilled draft: it holds no draft.json.",
+            f"name a copy of a {DRAFT} that the distill stage wrote.",
+        )
+    read_draft_facts(path)
 
 
 def check_distillable(config: DraftConfig, target: Target, project_root: Path, target_in_loop: bool) -> None:

@@ -63,7 +63,7 @@ class StageRun:
         self.run_id = run.info.run_id
         self.attempt = int(run.data.tags.get("attempt", 0)) + 1
         self.logged_params = run.data.params  # by earlier attempts
-        self.earlier_seconds = run.data.metrics.get("wall_seconds", 0.0)
+        self.earlier = run.data.metrics  # the newest values of all figures
         self.known = store.logged_points(run)  # names and steps of points that were sent, or wait to be
         self.started = time.monotonic()
         self.step = max((step for name, step in self.known if name == "tokens_seen"), default=0)
@@ -121,8 +121,9 @@ class StageRun:
             self.next_batch = time.monotonic() + SECONDS_BETWEEN_BATCHES
 
     def _summary(self) -> dict[str, float]:
-        """Seconds of all attempts; peak memory and tokens per second (dev evaluation included) of this one."""
-        figures = {"wall_seconds": self.earlier_seconds + time.monotonic() - self.started, **_peak_memory()}
+        """Seconds and peak memory of all attempts; tokens per second (dev evaluation included) of this one."""
+        figures = {"wall_seconds": self.earlier.get("wall_seconds", 0.0) + time.monotonic() - self.started}
+        figures |= {name: max(peak, self.earlier.get(name, 0)) for name, peak in _peak_memory().items()}
         if len(self.progress) == 2:
             (start, first), (end, last) = self.progress
             figures["tokens_per_second"] = (last - first) / (end - start)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import math
 import os
@@ -32,7 +33,13 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.trainer_callback import PrinterCallback
 
 from pipeline.adapters.targets import Target
-from pipeline.adapters.trainer import Completion, newest_whole_checkpoint, optimizer_arguments
+from pipeline.adapters.trainer import (
+    SHOWN_PROMPTS,
+    Completion,
+    FiniteGradients,
+    newest_whole_checkpoint,
+    optimizer_arguments,
+)
 from pipeline.core.answers import Answer
 from pipeline.core.batches import AnswerBatches
 from pipeline.core.errors import PipelineError
@@ -94,7 +101,7 @@ def on_policy_phase(
     measured = Objective(forward_kl, head, len(vocabulary), sampled_rows=None, chunk_tokens=config.chunk_tokens)
     before = measured.dev_figures(draft, batches)["dev_token_acceptance"]
     offline = {name: tensor.to("cpu", copy=True) for name, tensor in draft.state_dict().items()}
-    prompts = [answer.prompt_ids.tolist() for answer in train]
+    prompts = {answer.prompt_id: answer.prompt_ids.tolist() for answer in train}
     draft.get_input_embeddings().requires_grad_(not config.freeze_embeddings)
     models = (draft, target.model, target.tokenizer, vocabulary)
     history = train_on_policy(*models, prompts, config, seed, folder, lambda row: on_log(counted_on(row)))
@@ -115,22 +122,24 @@ def train_on_policy(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     vocabulary: range,
-    prompts: list[list[int]],
+    prompts: dict[str, list[int]],
     config: DistillConfig,
     seed: int,
     folder: Path,
     on_log: Callable[[dict], None] | None = None,
 ) -> list[dict]:
-    """Train `draft` in place for `config.on_policy.steps` steps, with the optimiser of `config`. `target`, its `tokenizer`
-    and all configs stay as they are.
+    """Train `draft` in place for `config.on_policy.steps` steps, with the optimiser of `config`, on its answers to `prompts`
+    (token ids by prompt id). `target`, its `tokenizer` and all configs stay as they are.
 
     Only ids in `vocabulary`, which mean the same to both models, are sampled and compared: output heads may be padded to
     different sizes. Continues from the newest whole checkpoint under `folder`. Returns a row per step: step, tokens
     (prompts' and answers', so far), loss, learning_rate; `on_log` gets each as it comes. Raises `PipelineError` when no prompt can be used, when nothing in
-    `vocabulary` ends an answer, or when the loss is not finite.
+    `vocabulary` ends an answer, or when the loss or a gradient is not finite.
     """
     ends = _ends(target, tokenizer, vocabulary)
     prompts = _usable(prompts, vocabulary, config.on_policy.max_new_tokens, (draft, target))
+    order = _in_order(list(prompts), config.on_policy, seed)
+    prompts_of_step = functools.partial(_prompts_of_step, order, config.on_policy.prompts_per_step)
     unknown = list(range(len(vocabulary), draft.get_output_embeddings().weight.shape[0]))
     own_tokenizer = copy.deepcopy(tokenizer)
     own_tokenizer.eos_token = own_tokenizer.pad_token = tokenizer.convert_ids_to_tokens(ends[0])
@@ -141,10 +150,15 @@ def train_on_policy(
             model=draft,
             target=target,
             shared_ids=len(vocabulary),
+            prompts_of_step=prompts_of_step,
             args=_arguments(config, unknown, seed, folder),
-            train_dataset=[{"prompt": ids} for ids in _in_order(prompts, config.on_policy, seed)],
+            train_dataset=[{"prompt": prompts[name]} for name in order],
             processing_class=own_tokenizer,
-            callbacks=[_Progress(on_log), Completion()],
+            callbacks=[
+                _Progress(on_log),
+                FiniteGradients("distill.on_policy.learning_rate", prompts_of_step),
+                Completion(),
+            ],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=newest_whole_checkpoint(folder))
@@ -170,7 +184,7 @@ def _ends(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, vocabular
     return ends
 
 
-def _in_order(prompts: list[list[int]], config: OnPolicyConfig, seed: int) -> list[list[int]]:
+def _in_order(prompts: list[str], config: OnPolicyConfig, seed: int) -> list[str]:
     """The prompts of all steps, one after the other: each round through `prompts` has an order of its own.
 
     Laid out beforehand, so that a run that was killed goes on with the prompts that come next.
@@ -181,16 +195,25 @@ def _in_order(prompts: list[list[int]], config: OnPolicyConfig, seed: int) -> li
     return [prompts[index] for index in np.concatenate(rounds)[:count]]
 
 
+def _prompts_of_step(order: list[str], prompts_per_step: int, step: int) -> str:
+    """The prompts of `step`, from 0, in words for an error."""
+    prompts = dict.fromkeys(order[step * prompts_per_step : (step + 1) * prompts_per_step])
+    return f"answers to {', '.join(list(prompts)[:SHOWN_PROMPTS])}"
+
+
 def _trainer_class() -> type[Trainer]:
     from trl import DistillationTrainer
 
     class OnPolicyTrainer(DistillationTrainer):
         """TRL's trainer, for a target and a draft that share their first `shared_ids` token ids."""
 
-        def __init__(self, *, target: PreTrainedModel, shared_ids: int, **options) -> None:
+        def __init__(
+            self, *, target: PreTrainedModel, shared_ids: int, prompts_of_step: Callable[[int], str], **options
+        ) -> None:
             super().__init__(**options)  # without the target: TRL refuses heads of different sizes
             self.teacher_model = target
             self.shared_ids = shared_ids
+            self.prompts_of_step = prompts_of_step
 
         def _send_telemetry(self) -> None:
             """Nothing leaves the machine."""
@@ -220,9 +243,11 @@ def _trainer_class() -> type[Trainer]:
             with _first_rows(unwrapped_student, self.shared_ids), _first_rows(self.teacher_model, self.shared_ids):
                 loss, entropy, count = super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
             if not torch.isfinite(loss):
+                step = self.state.global_step
                 raise PipelineError(
-                    f"The on-policy loss is not finite at step {self.state.global_step + 1}.",
-                    "lower distill.on_policy.learning_rate.",
+                    f"The on-policy loss is not finite at step {step + 1}, on {self.prompts_of_step(step)}; the weights are"
+                    " those of the step before.",
+                    "lower distill.on_policy.learning_rate, or look at these prompts.",
                 )
             return loss, entropy, count
 
@@ -287,11 +312,11 @@ class _Progress(TrainerCallback):
 
 
 def _usable(
-    prompts: list[list[int]], vocabulary: range, max_new_tokens: int, models: tuple[PreTrainedModel, ...]
-) -> list[list[int]]:
+    prompts: dict[str, list[int]], vocabulary: range, max_new_tokens: int, models: tuple[PreTrainedModel, ...]
+) -> dict[str, list[int]]:
     """The prompts whose ids all models know and whose answers fit into their positions."""
     longest = min(max_positions(model.config) or math.inf for model in models) - max_new_tokens
-    usable = [ids for ids in prompts if len(ids) <= longest and max(ids) in vocabulary]
+    usable = {name: ids for name, ids in prompts.items() if len(ids) <= longest and max(ids) in vocabulary}
     left_out = len(prompts) - len(usable)
     if not usable:
         raise PipelineError(

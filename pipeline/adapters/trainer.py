@@ -30,7 +30,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from pipeline.adapters.processes import join, sharding
 from pipeline.core.answers import Answer
-from pipeline.core.artifacts import atomic_path
+from pipeline.core.artifacts import atomic_path, file_sizes
 from pipeline.core.batches import AnswerBatches, check_plain_head
 from pipeline.core.errors import PipelineError
 from pipeline.core.losses import divergence
@@ -145,8 +145,13 @@ class _EarlyStop(TrainerCallback):
     on_train_begin = on_evaluate
 
 
-class _FiniteGradients(TrainerCallback):
+class FiniteGradients(TrainerCallback):
     """Stops before an optimiser step that would write something else than numbers into the weights."""
+
+    def __init__(self, learning_rate: str, prompts_of_step: Callable[[int], str] | None = None) -> None:
+        """`learning_rate`: the name of its setting; `prompts_of_step`: number of a step, from 0 -> its prompts in words."""
+        self.learning_rate = learning_rate
+        self.prompts_of_step = prompts_of_step
 
     def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
@@ -154,10 +159,11 @@ class _FiniteGradients(TrainerCallback):
             return
         norms = torch._foreach_norm([getattr(gradient, "_local_tensor", gradient) for gradient in gradients])
         if not torch.isfinite(torch.stack(norms)).all():
+            where = f", on {self.prompts_of_step(state.global_step)}" if self.prompts_of_step else ""
             raise PipelineError(
-                f"The gradients are not finite at optimiser step {state.global_step + 1}; the weights are those of the"
-                " step before.",
-                "lower distill.learning_rate.",
+                f"The gradients are not finite at optimiser step {state.global_step + 1}{where}; the weights are those of"
+                " the step before.",
+                f"lower {self.learning_rate}.",
             )
 
 
@@ -205,12 +211,19 @@ class Completion(TrainerCallback):
         if state.is_world_process_zero:
             folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
             with atomic_path(folder / COMPLETE) as temporary:
-                temporary.write_text(json.dumps(_sizes(folder)), encoding="utf-8")
+                temporary.write_text(json.dumps(file_sizes(folder, COMPLETE)), encoding="utf-8")
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    names = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(COMPLETE))
-    return {str(path.relative_to(folder)): path.stat().st_size for path in names if not path.name.startswith(".")}
+class BestHere(TrainerCallback):
+    """Lets a run that continues look for its best checkpoint in its own folder.
+
+    The Trainer notes the absolute path, where after a move or under another mount there is nothing or, worse, another
+    run's checkpoint; without one, the last weights would be taken for the best.
+    """
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if state.best_global_step:
+            state.best_model_checkpoint = str(Path(args.output_dir) / f"checkpoint-{state.best_global_step}")
 
 
 def newest_whole_checkpoint(checkpoints: Path) -> str | None:
@@ -233,7 +246,7 @@ def _is_whole(folder: Path) -> bool:
         whole = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(whole) and whole == _sizes(folder)
+    return bool(whole) and whole == file_sizes(folder, COMPLETE)
 
 
 def _best_of(folder: Path) -> Path | None:
@@ -321,7 +334,12 @@ def _trainer(
         train_dataset=batches,
         eval_dataset=dev_batches,
         dev_batches=dev_batches,
-        callbacks=[_Progress(plan.tokens_per_step, on_log), _FiniteGradients(), Completion()],
+        callbacks=[
+            _Progress(plan.tokens_per_step, on_log),
+            FiniteGradients("distill.learning_rate"),
+            Completion(),
+            BestHere(),
+        ],
     )
     if patience:
         trainer.add_callback(_EarlyStop(patience))

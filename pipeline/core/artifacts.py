@@ -74,6 +74,13 @@ def read_json(path: Path, schema: str, version: int) -> dict[str, Any]:
     return document
 
 
+def file_sizes(folder: Path, marker: str) -> dict[str, int]:
+    """Bytes of each file under `folder`, by its path there; hidden ones and the file `marker`, which may list the others,
+    are left out."""
+    files = (path for path in folder.rglob("*") if path.is_file() and not path.name.startswith((marker, ".")))
+    return {str(path.relative_to(folder)): path.stat().st_size for path in files}
+
+
 def fingerprint(*parts: Any) -> str:
     """16 hex digits of SHA-256 over the canonical JSON of `parts`."""
     canonical = json.dumps(parts, sort_keys=True, separators=(",", ":"), allow_nan=False)

@@ -2,6 +2,11 @@
 
 The output head and the loss run over chunks of tokens, each chunk's gradients being taken at once, so that logits exist
 for one chunk only: memory does not grow with batch x length x vocabulary (the fused losses of Liger Kernel, Hsu et al., 2024, by autograd).
+
+With the whole head, or with all rows outside the trimmed one drawn, loss and gradient are exact. With fewer rows drawn only
+the normaliser, the sum of exponentials, is right in expectation; the loss and its gradient are functions of its logarithm,
+and in expectation off by the order of its relative variance, the less the more rows are drawn. At q = p the gradient of a
+draw is not zero, as the whole head's is.
 """
 
 from __future__ import annotations

@@ -276,7 +276,8 @@ def test_the_stage_chooses_once_and_records_what_it_tried(narrower, monkeypatch)
     assert facts["start"]["keep_layers"] == best_row(facts["layer_choice"])["layers"]
     assert facts["layers"] == len(facts["start"]["keep_layers"])
     assert start.recorded(facts).layer_choice is None
-    assert not list((narrower.root / ".cache" / "distill").iterdir()), "a finished run leaves no checkpoints"
+    (state,) = (narrower.root / ".cache" / "distill").iterdir()
+    assert [path.name for path in state.iterdir()] == ["finished"], "a finished run leaves no checkpoints"
 
 
 def test_a_killed_stage_goes_on_and_a_changed_setting_begins_anew(narrower, monkeypatch):
@@ -307,9 +308,9 @@ def test_a_killed_stage_goes_on_and_a_changed_setting_begins_anew(narrower, monk
     killed_at.clear()
     distill.run(config)
     assert begun == [0, 0, 2]
-    assert len(list((narrower.root / ".cache" / "distill").iterdir())) == 1, "the other run's, to go on from"
     distill.run(other)
-    assert begun[3:] == [2]
+    assert begun[3:] == [2], "what the other run had left was there to go on from"
+    assert len(list((narrower.root / ".cache" / "distill").iterdir())) == 1, "what the first one kept is gone"
 
 
 def test_two_processes_never_distil_the_same_draft_at_once(narrower):

@@ -120,7 +120,8 @@ def test_the_stage_runs_in_two_processes(clone, tmp_path):
     """P09, in a copy: other tests look at what the smoke run made."""
     for name in ("pipeline", "conf", "data/answers", ".cache/models"):
         shutil.copytree(clone / name, tmp_path / name)
-    shutil.copy2(clone / "mlflow.db", tmp_path)
+    for name in ("dvc.yaml", "mlflow.db"):
+        shutil.copy2(clone / name, tmp_path)
     before = tracked_runs(tmp_path)
     (tmp_path / "sitecustomize.py").write_text(
         "import os\nos.umask(0o077 if os.environ.get('RANK') == '0' else 0o022)\n"
@@ -130,7 +131,8 @@ def test_the_stage_runs_in_two_processes(clone, tmp_path):
     shutil.rmtree(tmp_path / "data/answers")
     assert written_by_others(tmp_path / "data") == set()
     assert {path.name for path in (tmp_path / "data").iterdir()} == {"draft", "distill", "provenance"}
-    assert list((tmp_path / ".cache/distill").iterdir()) == []
+    (state,) = (tmp_path / ".cache/distill").iterdir()
+    assert sorted(path.name for path in state.iterdir()) == ["finished", "mlflow_run_id"]
     assert (tmp_path / "data/draft/head_token_ids.json").is_file()
     AutoModelForCausalLM.from_pretrained(tmp_path / "data/draft")
     (run,) = tracked_runs(tmp_path).keys() - before.keys()

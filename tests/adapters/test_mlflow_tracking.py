@@ -209,6 +209,14 @@ def test_a_killed_run_goes_on(root, cache):
     assert done.data.metrics["wall_seconds"] > left.data.metrics["wall_seconds"]
 
 
+def test_the_peak_of_memory_is_that_of_all_attempts(root, cache, monkeypatch):
+    for peak in (3e9, 2e9, 4e9):
+        monkeypatch.setattr(mlflow_tracking, "_peak_memory", lambda peak=peak: {"peak_memory_bytes": peak})
+        with tracked(root, cache) as run:
+            run.log_row({"step": 1, "tokens": 10, "loss": 1.0})
+        assert found(root, run.run_id).data.metrics["peak_memory_bytes"] == max(3e9, peak)
+
+
 @pytest.mark.parametrize("lost", ["deleted", "unknown"])
 def test_a_run_that_the_store_does_not_know_is_begun_anew(root, cache, lost):
     with tracked(root, cache) as first:

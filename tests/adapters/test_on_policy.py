@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -71,7 +72,8 @@ def gpt2(seed: int = 0):
 def train(draft, target, folder, vocabulary=range(100), prompts=PROMPTS, tokenizer=None, **changes) -> list[dict]:
     tokenizer = tokenizer or word_tokenizer(len(vocabulary))
     recipe = distill_config(on_policy=on_policy_config(**{"steps": 1, **changes}))
-    return train_on_policy(draft, target, tokenizer, vocabulary, prompts, recipe, 0, folder)
+    named = {f"p{index}": ids for index, ids in enumerate(prompts)}
+    return train_on_policy(draft, target, tokenizer, vocabulary, named, recipe, 0, folder)
 
 
 def divergence(target_logits: np.ndarray, draft_logits: np.ndarray, beta: float) -> np.ndarray:
@@ -247,9 +249,27 @@ def test_a_loss_that_is_not_finite_stops_before_the_weights_change(tmp_path):
     target, draft = llama(0), llama(1)
     target.lm_head.weight.data[3] = float("nan")
     before = copy.deepcopy(draft.state_dict())
-    with pytest.raises(PipelineError, match="not finite at step 1"):
-        train(draft, target, tmp_path)
+    with pytest.raises(PipelineError, match="not finite at step 1, on answers to p0;"):
+        train(draft, target, tmp_path, prompts=PROMPTS[:1])
     assert all(torch.equal(before[name], tensor) for name, tensor in draft.state_dict().items())
+
+
+def test_gradients_that_are_not_finite_stop_with_their_prompts_before_the_weights_change(seen, tmp_path):
+    """In the second step: its prompts are those that were answered in it."""
+    target, draft, steps = llama(0), llama(1), []
+
+    def broken_in_the_second(gradient):
+        steps.append(copy.deepcopy(draft.state_dict()))
+        return gradient * float("inf") if len(steps) == 2 else gradient
+
+    draft.model.layers[0].mlp.up_proj.weight.register_hook(broken_in_the_second)
+    with pytest.raises(PipelineError, match="gradients are not finite at optimiser step 2, on answers to ") as error:
+        train(draft, target, tmp_path, steps=3, prompts_per_step=2)
+    named = re.findall(r"\bp(\d)\b", error.value.reason)
+    rows = zip(seen[1].prompt_ids, seen[1].prompt_mask, strict=True)
+    assert [ids[mask.bool()].tolist() for ids, mask in rows] == [PROMPTS[int(index)] for index in named]
+    assert all(torch.equal(steps[1][name], tensor) for name, tensor in draft.state_dict().items())
+    assert "distill.on_policy.learning_rate" in error.value.remedy
 
 
 @pytest.mark.parametrize(

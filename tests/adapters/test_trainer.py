@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ import torch
 from tiny_answers import answers_of
 from tiny_models import tiny_llama
 from tiny_settings import distill_config
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainerCallback, TrainerState
 
 from pipeline.adapters import trainer
 from pipeline.adapters.trainer import COMPLETE, distill, newest_whole_checkpoint, write_history
@@ -295,6 +298,23 @@ def test_a_checkpoint_whose_best_one_is_broken_is_passed_over(damage, tmp_path, 
     assert "checkpoint-24 builds on checkpoint-8, which is not whole" in caplog.text
 
 
+@pytest.mark.parametrize("left", ["nothing", "another"])
+def test_the_best_checkpoint_is_found_after_a_move(left, target, answers, tmp_path, float32, monkeypatch):
+    """Killed after its last checkpoint, and continued under another mount path, or as a copy whose original has gone on: the
+    best weights are not the last ones."""
+    found = iter([0.9])
+    monkeypatch.setattr(trainer, "agreement_figures", lambda *_: {"token_acceptance": next(found, 0.1)})
+    straight, moved = keep_layers(target, [0, 3]), keep_layers(target, [0, 3])
+    train(straight, answers, answers[:4], distill_config(**RESUMED), tmp_path / "before")
+    (tmp_path / "before").rename(tmp_path / "after")
+    state = json.loads((Path(newest_whole_checkpoint(tmp_path / "after")) / "trainer_state.json").read_text())
+    assert 0 < state["best_global_step"] < state["global_step"]
+    if left == "another":
+        keep_layers(target, [1, 2]).save_pretrained(tmp_path / "before" / f"checkpoint-{state['best_global_step']}")
+    train(moved, answers, answers[:4], distill_config(**RESUMED), tmp_path / "after")
+    assert torch.equal(flat(moved), flat(straight))
+
+
 def test_a_loss_that_is_not_finite_names_its_rows_and_changes_no_weight(target, answers, tmp_path):
     rows = [copy.deepcopy(answer) for answer in answers]
     rows[5].top_logprobs[1] = float("nan")
@@ -314,6 +334,35 @@ def test_gradients_that_are_not_finite_change_no_weight(target, answers, tmp_pat
     with pytest.raises(PipelineError, match="gradients are not finite at optimiser step 1"):
         train(draft, answers, answers[:2], distill_config(), tmp_path / "c")
     assert torch.equal(flat(draft), before)
+
+
+def test_the_bar_shows_tokens_per_second_and_the_time_left(target, answers, tmp_path, monkeypatch, capsys):
+    class Redrawn(tqdm):
+        def __init__(self, **options):
+            super().__init__(**{**options, "mininterval": 0})
+
+    monkeypatch.setattr(trainer, "tqdm", Redrawn)
+    history = train(keep_layers(target, [0, 3]), answers, answers[:2], distill_config(), tmp_path / "c")
+    total = tqdm.format_sizeof(history[-1]["tokens"])
+    pattern = rf"distill: +(\d+)%.*/{re.escape(total)} \[\d+:\d+<(\d+:\d+), +[\d.]+k? tokens/s, loss="
+    shares, left = zip(*re.findall(pattern, capsys.readouterr().err.replace("\r", "\n")), strict=True)
+    assert len(shares) > 10 and shares[-1] == "100" and left[-1] == "00:00"
+
+
+@pytest.mark.parametrize("begun_at", [0, 4])
+def test_the_time_left_follows_from_this_attempts_speed(begun_at):
+    """100 tokens a step and 5 seconds for each: 20 tokens/s, whatever an earlier attempt had done."""
+    state = TrainerState(max_steps=10, global_step=begun_at, is_world_process_zero=True)
+    progress = trainer._Progress(100.0, None)
+    progress.on_train_begin(None, state, None)
+    clock = [progress.bar.start_t]
+    progress.bar._time = lambda: clock[0]
+    for state.global_step in range(begun_at + 1, 7):
+        clock[0] += 5
+        progress.on_step_end(None, state, None)
+    elapsed = "00:30" if begun_at == 0 else "00:10"
+    assert str(progress.bar).endswith(f"| 600/1.00k [{elapsed}<00:20, 20.0 tokens/s]")
+    progress.on_train_end(None, state, None)
 
 
 def test_training_ends_early_when_dev_acceptance_stops_rising(target, answers, tmp_path):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 
 import pytest
 from clone import checked
 from script import load
+from tiny_settings import distill_config
 
 
 def table(clone: Path, name: str, *arguments: str) -> tuple[dict, str]:
@@ -63,3 +65,19 @@ def test_a_row_is_measured_again_only_when_what_it_depends_on_changed(tmp_path, 
     with pytest.raises(ZeroDivisionError):
         lab.Results("x", {"minutes": 1}).row("b", {}, lambda: 1 // 0)
     assert len(lab.Results("x", {"minutes": 2}).rows) == 1, "a row that failed leaves nothing"
+
+
+@pytest.mark.parametrize(("constant", "slower", "long_runs"), [(0.5, 1.0, 1), (20.0, 1.0, 1), (20.0, 1.4, 3)])
+def test_a_wall_clock_budget_is_kept(constant, slower, long_runs, monkeypatch):
+    """However long the evaluations take beside the steps; `slower`: long runs are, by more than the probes tell."""
+    lab, took = load("distill_lab"), []
+
+    def run(_, settings, **options):
+        seconds = constant + 0.3 * math.ceil(20 * settings.epochs)
+        took.append(seconds * slower if seconds > 60 else seconds)
+        return lab.Trained(None, [], [], took[-1])
+
+    monkeypatch.setattr(lab.Lab, "run", run)
+    monkeypatch.setattr(lab.Lab, "__init__", lambda self: setattr(self, "warm", True))
+    assert lab.Lab().run_for(120, distill_config()).seconds == pytest.approx(120, rel=lab.TOLERANCE)
+    assert [seconds > 60 for seconds in took].count(True) == long_runs

@@ -130,6 +130,51 @@ def test_the_sampled_normaliser_is_unbiased_and_the_whole_rest_is_exact(draft, b
     assert torch.equal(estimate(8, 5), estimate(8, 5))
 
 
+@pytest.fixture(scope="module")
+def trimmed(target):
+    """What the default recipe trains on: stored entries of the trimmed head, and one tail; for the whole head the same."""
+    batch = AnswerBatches(answers_of(target, 6, top=VOCABULARY), HEAD, 10_000, seed=0)[0]
+    return {**batch, "top_ids": batch["top_ids"].masked_fill(batch["top_index"] < 0, VOCABULARY)}
+
+
+def with_drawn_rows(draft, batch, rows: int, seed: int, name="forward_kl"):
+    """Loss, losses and gradient of the trimmed head with `rows` of the others."""
+    measured = objective(name, HEAD, sampled_rows=rows)
+    measured.draw_rows(seed)
+    return loss_and_gradient(measured, draft, batch)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trimmed_head_with_all_other_rows_is_the_whole_head(name, target, draft, trimmed):
+    _, losses, gradient = with_drawn_rows(draft, trimmed, VOCABULARY, 0, name)
+    _, whole, expected = loss_and_gradient(objective(name, HEAD), draft, trimmed)
+    assert torch.allclose(losses, whole, atol=1e-5) and relative(gradient, expected) < 1e-4
+    assert with_drawn_rows(target, trimmed, VOCABULARY, 0, name)[1].abs().max() < 1e-4
+
+
+def test_drawn_rows_come_near_the_whole_heads_loss_and_gradient_nearer_on_average_and_with_more_rows(draft, trimmed):
+    whole, _, expected = loss_and_gradient(objective(head=HEAD), draft, trimmed)
+    biases, apart_on_average = [], []
+    for rows in (12, 36):
+        drawn = [with_drawn_rows(draft, trimmed, rows, seed) for seed in range(60)]
+        totals, gradients = torch.stack([found[0] for found in drawn]), torch.stack([found[2] for found in drawn])
+        apart = [relative(gradient, expected) for gradient in gradients]
+        biases.append((totals.mean() / whole - 1).abs().item())
+        apart_on_average.append(relative(gradients.mean(0), expected))
+        assert (totals / whole - 1).abs().max() < 0.1 and max(apart) < 0.6
+        assert apart_on_average[-1] < min(apart), "what a draw gets wrong averages out"
+    assert biases[1] < biases[0] < 0.05 and apart_on_average[1] < apart_on_average[0] < 0.1
+
+
+def test_the_target_as_its_own_draft_has_little_loss_whichever_rows_are_drawn(target, draft, trimmed):
+    """Never below zero; and what pulls it away is small, and smaller on average."""
+    whole, _, gradient = loss_and_gradient(objective(head=HEAD), draft, trimmed)
+    drawn = [with_drawn_rows(target, trimmed, 12, seed) for seed in range(60)]
+    assert all(losses.min() > -1e-5 and total < 0.1 * whole for total, losses, _ in drawn)
+    pulls = torch.stack([pull for _, _, pull in drawn])
+    assert pulls.norm(dim=1).max() < 0.5 * gradient.norm() and pulls.mean(0).norm() < 0.1 * gradient.norm()
+
+
 def test_sampled_rows_take_as_much_mass_off_the_rest_of_the_head_as_all_of_them(target, batch):
     """A draft trained on the trimmed head alone leaves mass on the rows it never sees, from which other engines draw."""
     outside = torch.ones(VOCABULARY, dtype=torch.bool)
