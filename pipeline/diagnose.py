@@ -40,6 +40,7 @@ from pipeline.adapters.drafts import (
     check_distillable,
     check_draft,
     check_frozen_embeddings,
+    check_made_for,
     check_reference_draft,
     draft_architecture,
     off_the_shelf,
@@ -80,6 +81,7 @@ SPREAD = (
     "spread the target over devices (target.device_map=auto, or tensor parallelism where one's own code loads it), or"
     " evaluate through the serving engine"
 )
+SKIPPED = "none needed: evaluate skips it."
 TIGHT = 0.85  # share of what is free from which on a need is worth a warning
 FILLER = "the Licensee shall not assign or transfer this Agreement without the written consent of the Licensor".split()
 
@@ -126,12 +128,14 @@ def diagnose(config: Config, root: Path) -> Report:
     report.check("generation rules", lambda found: target_checks.generation_rules(config.target, found), model)
     report.check("target quantization", lambda: target_checks.quantization(config.target))
     report.check("optimizer", lambda: _optimizer(config.distill.optimizer))
-    if config.distill.reference_draft:
-        report.check("reference draft", lambda: _reference_draft(config.distill.reference_draft, root))
     report.check("draft lengths", lambda: _draft_lengths(config))
     report.check("gate", lambda: _gate(config))
     report.check("money", lambda: _money(config))
     target = report.check("draft", lambda *_: _draft(config, root), cache, tokenizer)
+    if config.distill.reference_draft:
+        report.check(
+            "reference draft", lambda found: _reference_draft(config.distill.reference_draft, found, root), target
+        )
     report.check("chat template", lambda found: _chat_template(config.draft, found, root), target)
     pair = report.check("parameters", lambda found: _pair(config, found, root), target)
     report.check("family", pair_checks.family, pair)
@@ -175,16 +179,19 @@ def _scores(report: Report, config: Config, siblings: list[DraftConfig], root: P
     report.check(name, lambda found: _score(config, config.draft, found, root), stored)
     for sibling in siblings:
         name = f"token acceptance of {sibling.name}"
-        report.check(name, lambda found, own=sibling: _or_skipped(lambda: _score(config, own, found, root)), stored)
+        report.check(
+            name, lambda found, own=sibling: _or_warned(lambda: _score(config, own, found, root), SKIPPED), stored
+        )
     if (root / "data" / "draft").is_dir():
+        made, replaced = root / "data" / "draft", "none needed: distill replaces it."
         report.check(
             "token acceptance of data/draft",
-            lambda found: _score_distilled(config, root / "data" / "draft", found),
+            lambda found: _or_warned(lambda: _score_distilled(config, made, found), replaced),
             stored,
         )
     if input_path(CHAMPION_FILE).exists():
         name = "token acceptance of the champion"
-        report.check(name, lambda found: _or_skipped(lambda: _score_champion(config, found, root)), stored)
+        report.check(name, lambda found: _or_warned(lambda: _score_champion(config, found, root), SKIPPED), stored)
 
 
 def run(config: Config) -> None:
@@ -269,8 +276,9 @@ def _optimizer(name: str) -> Passed:
     return Passed(None, name)
 
 
-def _reference_draft(folder: str, root: Path) -> Passed:
+def _reference_draft(folder: str, target: Target, root: Path) -> Passed:
     check_reference_draft(folder, root)
+    check_made_for(root / folder, target)
     return Passed(None, folder)
 
 
@@ -324,20 +332,19 @@ def _other_candidates(config: Config, target: Target, root: Path) -> Passed:
             found[sibling.name] = footprint.meta_model(draft_architecture(start, target, root))
         except PipelineError as error:
             missing.append(f"{sibling.name}: {error.reason}")
+    present = read_champion() is not None  # a file that evaluate would refuse is a failure here
     try:
-        if champion := _champion(config, root):
-            found["champion"] = footprint.meta_model(champion.config)
+        if present:
+            found["champion"] = footprint.meta_model(_champion(config, root).config)
     except PipelineError as error:
         missing.append(f"champion: {error.reason}")
     detail = ", ".join(f"{name} {model.num_parameters():,}" for name, model in found.items()) or "none"
     return Passed(list(found.values()), detail, "; ".join(missing), "none needed: evaluate skips them." * bool(missing))
 
 
-def _champion(config: Config, root: Path) -> RegisteredDraft | None:
-    """The version that was promoted last, if any."""
+def _champion(config: Config, root: Path) -> RegisteredDraft:
+    """The version that was promoted last."""
     champion = read_champion()
-    if champion is None:
-        return None
     uri = f"models:/{champion['model_name']}/{champion['version']}"
     return find_registered(uri, champion["tracking_uri"], config.registry.timeout_seconds, root)
 
@@ -353,7 +360,8 @@ def _memory(config: Config, stage: str, pair: footprint.Pair, prompt: int, other
     else:
         positions = prompt + config.evaluate.max_new_tokens + max(config.evaluate.draft_lengths)
         batch = max([1, *config.evaluate.batch_sizes])
-        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions, batch, others)
+        everywhere = config.evaluate.baselines_everywhere
+        needs = pair.evaluate_memory(config.evaluate.tokens_per_forward, positions, batch, others, everywhere)
         remedy = f"lower evaluate.tokens_per_forward or the largest of evaluate.batch_sizes, {SPREAD}."
     return _compare("memory", needs, _free_memory(config, pair), remedy)
 
@@ -466,12 +474,12 @@ def _score_lookup(config: Config, stored: StoredAnswers) -> Passed:
     return Passed(None, f"greedy: {', '.join(shares)}")
 
 
-def _or_skipped(score: Callable[[], Passed]) -> Passed:
-    """Evaluate skips a candidate that is not to be had; so it is no failure here."""
+def _or_warned(score: Callable[[], Passed], remedy: str) -> Passed:
+    """A draft that the pipeline does without is no failure where it is not to be had."""
     try:
         return score()
     except PipelineError as error:
-        return Passed(None, "", f"{error.reason}", "none needed: evaluate skips it.")
+        return Passed(None, "", error.reason, remedy)
 
 
 def _scoring(config: Config) -> Scoring:

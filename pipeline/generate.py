@@ -9,7 +9,6 @@ Does:   answers a share of the train prompts by sampling, all others greedily. F
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -70,9 +69,10 @@ def run(config: Config) -> None:
                 shard = rows[start : start + config.generate.shard_rows]
                 write_answers(folder / split / f"{number:05d}.parquet", shard, facts)
         write_effective_config(folder, config)
-    mark_finished(cache, code)
+    if not is_finished(cache, code):
+        mark_finished(cache, code)
     for other in finished_beside(cache):
-        shutil.rmtree(other)
+        discard_finished(other)
 
 
 def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:

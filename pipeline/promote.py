@@ -181,7 +181,8 @@ def _mend(config: RegistryConfig, store: MlflowStore, replace: bool = False) -> 
 
     name, path = config.model_name, output_path(CHAMPION_FILE)
     version, found = store.version_by_alias(name, CHAMPION), _read_champion(path)
-    others = found is not None and found["model_name"] != name and not replace
+    owner = found["model_name"] if found else _disowned(path)
+    others = owner not in (None, name) and not replace
     try:
         champion = None if version is None else _recorded(store, name, version)
     except PipelineError as error:
@@ -192,7 +193,7 @@ def _mend(config: RegistryConfig, store: MlflowStore, replace: bool = False) -> 
             f"{error.remedy.rstrip('.')}; then `python -m pipeline.promote --list` writes it.",
         ) from error
     if others:
-        print(f"{CHAMPION_FILE} holds the champion of {found['model_name']}; promoting one of {name} will replace it")
+        print(f"{CHAMPION_FILE} holds the champion of {owner}; promoting one of {name} will replace it")
     elif champion is not None:
         said = _write_champion(config, champion, found)
         if said is not None:
@@ -212,6 +213,14 @@ def _disown(path: Path, name: str, version: str, found: dict[str, Any] | None) -
     """
     if found is None or (found["model_name"], found["version"]) != (name, version):
         write_json(path, *UNKNOWN_CHAMPION_SCHEMA, {"model_name": name, "version": version})
+
+
+def _disowned(path: Path) -> str | None:
+    """The model whose champion's figures could not be read when `_disown` wrote the file; None if it did not."""
+    try:
+        return read_json(path, *UNKNOWN_CHAMPION_SCHEMA)["model_name"]
+    except PipelineError:
+        return None
 
 
 def _read_champion(path: Path) -> dict[str, Any] | None:

@@ -111,7 +111,7 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     started, stage = time.time(), Path(run.__code__.co_filename).stem
-    with _stops_logged(stage, started):
+    with _stops_logged(stage, started, cfg):
         try:
             check_writable(output_path("data"))
             values = _values_in_use(schema)
@@ -135,7 +135,7 @@ def execute(run: Callable[[ConfigT], None], schema: type[ConfigT], cfg: DictConf
             print(f"written to {written}")
 
 
-def _stops_logged(stage: str, started: float) -> contextlib.AbstractContextManager[None]:
+def _stops_logged(stage: str, started: float, cfg: DictConfig) -> contextlib.AbstractContextManager[None]:
     """Of a stage in the pipeline that stops in the block MLflow hears from a process of its own, since nothing else in most
     stages needs the store."""
     if _params_in_use() is None or os.environ.get("RANK", "0") != "0":
@@ -145,13 +145,14 @@ def _stops_logged(stage: str, started: float) -> contextlib.AbstractContextManag
         if status != "FINISHED":
             error = sys.exception()
             cause = error.__context__ if status == "FAILED" and isinstance(error, SystemExit) else error
-            _log_stopped([stage, status, str(started), f"{type(cause).__name__}: {cause}"])
+            _log_stopped([stage, status, str(started), f"{type(cause).__name__}: {cause}"], OmegaConf.to_yaml(cfg))
 
     return ending(end)
 
 
-def _log_stopped(arguments: list[str]) -> None:
-    subprocess.run([sys.executable, "-m", "pipeline.log_stopped", *arguments], cwd=PROJECT_ROOT, check=False)
+def _log_stopped(arguments: list[str], config: str) -> None:
+    command = [sys.executable, "-m", "pipeline.log_stopped", *arguments]
+    subprocess.run(command, cwd=PROJECT_ROOT, input=config, text=True, check=False)
 
 
 def _params_in_use() -> bytes | None:

@@ -535,6 +535,15 @@ def test_a_load_on_the_money_sheet_that_is_not_measured_is_a_warning(cfg):
     assert found.result == "warning" and "at batch 32, which evaluate does not measure (1" in found.detail
 
 
+def test_a_champion_that_evaluate_would_refuse_is_refused_before_anything_is_generated(cfg, root):
+    path = root / stage.CHAMPION_FILE
+    path.parent.mkdir(parents=True)
+    path.write_text('{"schema": "domain-draft/unknown-champion", "schema_version": 1}')
+    found = findings(cfg)
+    shutil.rmtree(path.parent)
+    assert failed(found) == ["other candidates"] and "--list" in found["other candidates"].remedy
+
+
 def test_money_that_cannot_be_is_refused(cfg):
     cfg.roi.price_per_hour_after = -1
     with pytest.raises(PipelineError, match="roi.price_per_hour_after must be > 0, got -1"):
@@ -557,6 +566,7 @@ def test_what_was_distilled_already_is_scored_too(cfg, root, tmp_path):
     shutil.rmtree(root / "data")
     assert not failed(found)
     scored = found["token acceptance of data/draft"].detail
+    assert found["token acceptance of data/draft"].result == "ok"
     assert scored.startswith("at temperature 0.7 (estimated from the probabilities that are stored): legal ")
     assert float(re.search(r"legal ([\d.]+) %", scored)[1]) > 60, (
         "the target itself, but for the probability that is not stored"

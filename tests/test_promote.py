@@ -465,6 +465,18 @@ def call(arguments: list[str], monkeypatch, registry: Registry) -> None:
     promote.main()
 
 
+def test_another_models_unknown_champion_stays_unknown(embedded, capsys):
+    """Else its rules would not apply any more to the drafts of that model."""
+    path = embedded.root / promote.CHAMPION_FILE
+    write_json(path, *promote.UNKNOWN_CHAMPION_SCHEMA, {"model_name": "another", "version": "3"})
+    before = path.read_bytes()
+    promote.show(embedded.config)
+    assert path.read_bytes() == before and "holds the champion of another" in capsys.readouterr().out
+    embedded.add()
+    promote.promote(embedded.config)
+    assert read_json(path, *stage.CHAMPION_SCHEMA)["model_name"] == embedded.name
+
+
 def test_an_unknown_alias_ends_in_one_line(registry, monkeypatch, capsys):
     """R04: no such model, and a model without a candidate."""
     for _ in range(2):

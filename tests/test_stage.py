@@ -52,7 +52,7 @@ def test_params_that_change_while_a_stage_runs_are_not_recorded(after, tmp_path,
     params.write_text("seed: 0\n")
     monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(pipeline.stage, "_params_in_use", params.read_bytes)
-    monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda _: None)
+    monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda *_: None)
     with pytest.raises(SystemExit) as ended:
         pipeline.stage.execute(lambda _: params.write_text(after), Config, OmegaConf.create({"seed": 0}))
     assert ended.value.code == 1
@@ -101,11 +101,12 @@ def test_a_stage_of_the_pipeline_that_stops_says_so_and_why(tmp_path, monkeypatc
     logged = []
     monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(pipeline.stage, "_params_in_use", lambda: b"seed: 0")
-    monkeypatch.setattr(pipeline.stage, "_log_stopped", logged.append)
+    monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda *handed: logged.append(handed))
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(BaseException):
         pipeline.stage.execute(lambda _: stop(), Config, OmegaConf.create({"seed": 0}))
-    ((stage, ended, began, why),) = logged
+    (((stage, ended, began, why), config),) = logged
+    assert OmegaConf.create(config) == {"seed": 0}
     assert (stage, ended) == ("test_stage", status) and float(began) > 0 and why.startswith(reason)
     assert signal.getsignal(signal.SIGTERM) == before and not (tmp_path / "data/provenance").exists()
 

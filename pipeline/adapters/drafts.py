@@ -278,8 +278,8 @@ def read_draft_facts(folder: Path) -> dict[str, Any]:
     return read_json(folder / "draft.json", SCHEMA_NAME, SCHEMA_VERSION)
 
 
-def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]]:
-    """The distilled draft and its trimmed head; raises `PipelineError` if it was made for another target or template."""
+def check_made_for(folder: Path, target: Target) -> dict[str, Any]:
+    """The facts of the draft in `folder`; raises `PipelineError` if it was made for another target or template."""
     facts = read_draft_facts(folder)
     if facts["template"] != target.template:
         raise PipelineError(
@@ -287,6 +287,12 @@ def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]
             "run `dvc repro`, so that answers and draft are made under the target's present one.",
         )
     _check_same_key(f"The draft in {folder}", facts, target, "run `dvc repro distill` for this target.")
+    return facts
+
+
+def load_draft(folder: Path, target: Target) -> tuple[PreTrainedModel, list[int]]:
+    """The distilled draft and its trimmed head; raises `PipelineError` if it was made for another target or template."""
+    facts = check_made_for(folder, target)
     try:
         head = json.loads((folder / "head_token_ids.json").read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError):

@@ -132,7 +132,8 @@ class RunStore:
         """A new run, as RUNNING since `began` (Unix seconds, default now)."""
         with errors_of(self.uri):
             experiment_id = self._experiment_id(experiment_name)
-            return self.client.create_run(experiment_id, _milliseconds(began), tag_texts(tags), run_name)
+            tags = tag_texts({**made_by(os.getpid()), **tags})
+            return self.client.create_run(experiment_id, _milliseconds(began), tags, run_name)
 
     def newest_run(self, experiment_name: str, tags: dict[str, str]) -> Run | None:
         """The run of an experiment that carries all `tags` and began last, or None."""
@@ -233,6 +234,11 @@ class RunStore:
             if (experiment := self.client.get_experiment_by_name(name)) is None:
                 raise
             return experiment.experiment_id  # another process was faster
+
+
+def made_by(process_id: int) -> dict[str, str]:
+    """The tag of runs that a process of this machine has opened."""
+    return {"process": f"{socket.gethostname()} {process_id}"}
 
 
 def child_of(run_id: str) -> dict[str, str]:

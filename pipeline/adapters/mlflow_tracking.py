@@ -76,8 +76,10 @@ class StageRun:
 
         A param that differs from the first attempt's is added as `attempt_<n>/<key>`, the file as `config.attempt_<n>.yaml`.
         """
+        from pipeline.adapters.mlflow_store import made_by
+
         name = "config.yaml" if self.attempt == 1 else f"config.attempt_{self.attempt}.yaml"
-        self.store.set_tags(self.run_id, {**tags, "attempt": self.attempt})
+        self.store.set_tags(self.run_id, {**tags, "attempt": self.attempt, **made_by(os.getpid())})
         self.store.log_text(self.run_id, name, OmegaConf.to_yaml(OmegaConf.structured(config)))
         prefix = f"attempt_{self.attempt}/"
         self.store.log_params_again(self.run_id, dataclasses.asdict(config), self.logged_params, prefix)

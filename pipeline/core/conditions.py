@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def expected_acceptances(
 
 
 def costs_of_candidates(
-    models: Contestants, names: list[str], costs: cost_model.Costs, config: EvaluateConfig, rows: int = 1
+    models: Contestants, names: Sequence[str], costs: cost_model.Costs, config: EvaluateConfig, rows: int = 1
 ) -> dict[str, cost_model.Costs]:
     """The costs of the candidates `names`: the target's of `costs`, which are the distilled draft's, with a step of its own.
 
@@ -243,24 +244,33 @@ class Conditions:
             lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
             row, reason = None, f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
             if lots:
-                reason = "no acceptance on dev to choose k by"
-                try:
-                    row = self._under_load(lots, size, agreed)
-                except torch.OutOfMemoryError:  # what was measured before is not lost
-                    reason = f"{size} requests together do not fit into memory"
-                    torch.cuda.empty_cache()
+                row, reason = self._as_far_as_it_fits(lots, size, agreed)
             nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
             rows.append(
                 {"batch": size, **(row or {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))})}
             )
         return rows
 
-    def _under_load(self, lots: list[list[Answer]], size: int, agreed: dict[str, dict]) -> dict[str, Any] | None:
+    def _as_far_as_it_fits(
+        self, lots: list[list[Answer]], size: int, agreed: dict[str, dict]
+    ) -> tuple[dict[str, Any] | None, str]:
+        """A row but for its size, of the distilled draft alone where memory does not hold all candidates; or None and why."""
+        for names in dict.fromkeys((tuple(self.names), (DISTILLED,))):
+            try:
+                return self._under_load(lots, size, agreed, names), "no acceptance on dev to choose k by"
+            except torch.OutOfMemoryError:  # what was measured before is not lost
+                pass
+            torch.cuda.empty_cache()  # the exception holds its tensors no more
+        return None, f"{size} requests together do not fit into memory"
+
+    def _under_load(
+        self, lots: list[list[Answer]], size: int, agreed: dict[str, dict], names: Sequence[str]
+    ) -> dict[str, Any] | None:
         """A row but for its size; None where dev has nothing to choose the distilled draft's k by."""
         models, config = self.models, self.config
         lengths = sorted({*config.draft_lengths, *([self.decode.draft_length] if self.decode.draft_length else [])})
         own = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, size)
-        costs = costs_of_candidates(models, self.names, own, config, size)
+        costs = costs_of_candidates(models, names, own, config, size)
         chosen = suited_lengths(models, self.expected, costs, self.decode, config)
         if not chosen[DISTILLED]:
             return None

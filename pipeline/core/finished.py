@@ -41,9 +41,16 @@ def is_finished(state: Path, code: str) -> bool:
 def discard_finished(state: Path) -> None:
     """Remove `state` if its run has finished; what an unfinished one left stays."""
     if (state / FINISHED).is_dir():
-        shutil.rmtree(state)
+        leaving = state.with_name(f".{state.name}.leaving")  # a kill in the middle leaves no part that looks unfinished
+        shutil.rmtree(leaving, ignore_errors=True)
+        state.rename(leaving)
+        shutil.rmtree(leaving)
 
 
 def finished_beside(state: Path) -> list[Path]:
     """The states of other runs of the same stage that have finished."""
-    return [other for other in sorted(state.parent.iterdir()) if other != state and (other / FINISHED).is_dir()]
+    return [
+        other
+        for other in sorted(state.parent.iterdir())
+        if other != state and (other / FINISHED).is_dir() and not other.name.startswith(".")
+    ]

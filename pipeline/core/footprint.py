@@ -272,10 +272,16 @@ class Pair:
         return needs
 
     def evaluate_memory(
-        self, tokens_per_forward: int, positions: int, batch: int = 1, others: Sequence[PreTrainedModel] = ()
+        self,
+        tokens_per_forward: int,
+        positions: int,
+        batch: int = 1,
+        others: Sequence[PreTrainedModel] = (),
+        everywhere: bool = False,
     ) -> dict[str, int]:
         """Bytes while plain decoding, prompt lookup, the draft before and after distillation and the drafts `others` share
-        the target at batch size 1, and plain decoding and the draft are compared at batch size `batch`, by what takes them.
+        the target at batch size 1, and plain decoding and the draft, or with `everywhere` all of them, at batch size `batch`,
+        by what takes them.
 
         In half precision the models are also copied to float32, for the check of losslessness.
         """
@@ -292,8 +298,11 @@ class Pair:
             "float32 copies": 0 if self.target_dtype == full else copies,
             "caches": (2 + len(drafts)) * target_cache
             + sum(kv_cache_bytes(model.config, 1, positions, self.draft_dtype) for model in drafts),
-            "caches at the largest batch": kv_cache_bytes(self.draft.config, batch, positions, self.draft_dtype)
-            + 2 * kv_cache_bytes(self.target.config, batch, positions, self.target_dtype),
+            "caches at the largest batch": (2 + len(drafts) if everywhere else 2) * batch * target_cache
+            + sum(
+                kv_cache_bytes(model.config, batch, positions, self.draft_dtype)
+                for model in (drafts if everywhere else drafts[:1])
+            ),
             "logits": _logits_bytes(self.target, tokens_per_forward),
         }
 

@@ -17,7 +17,13 @@ PROMPTS = "prompts"  # golden prompts that were decoded: the count of the speedu
 MEMORY = ("draft_share", "peak_bytes", "memory_efficiency")
 VERSUS_CHAMPION = ("token_acceptance_difference", "acceptance_rate_difference", "speedup_ratio")
 NO_RULES = "The gate has no checks, so it would pass any draft.", "list checks in conf/gate/."
-NOT_BY_DOMAIN = ("cost_ratio", "verify_cost", "predicted_speedup")  # of METRICS
+NO_NUMBERS = (
+    "cost_ratio",
+    "verify_cost",
+    "predicted_speedup",
+    "acceptance_by_position",
+)  # of METRICS: none of a domain
+NO_INTERVAL = (LOSSLESS, PROMPTS, "draft_share", "peak_bytes", "itl_jitter_seconds", "plain_itl_jitter_seconds")
 EACH = "each"  # a check's domain that stands for every measured one
 
 OPERATORS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
@@ -111,7 +117,7 @@ def check_rules(checks: Sequence[Check], domains: Sequence[str]) -> None:
     """Raise `PipelineError` for no rules at all, or one on a figure or a domain that no evaluation over `domains` has."""
     if not checks:
         raise PipelineError(*NO_RULES)
-    metrics = sorted({*METRICS, PROMPTS} - {*NOT_BY_DOMAIN})
+    metrics = sorted({*METRICS, PROMPTS} - {*NO_NUMBERS})
     for check in checks:
         for field, known in (("metric", metrics), ("domain", [*domains, "all", EACH])):
             if getattr(check, field) not in known:
@@ -119,6 +125,11 @@ def check_rules(checks: Sequence[Check], domains: Sequence[str]) -> None:
                     f"The gate's check of {check.metric} has the {field} {getattr(check, field)!r}, which no evaluation measures.",
                     f"use one of {', '.join(known)} in conf/gate/.",
                 )
+        if check.metric in NO_INTERVAL and check.statistic != "point":
+            raise PipelineError(
+                f"The gate's check of {check.metric} asks for the {check.statistic} end of an interval, which it has not.",
+                "use statistic: point in conf/gate/.",
+            )
 
 
 def verdict_lines(verdict: dict[str, Any]) -> list[str]:

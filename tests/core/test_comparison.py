@@ -222,6 +222,25 @@ def test_what_does_not_fit_into_memory_costs_its_row_alone(pair, monkeypatch, pl
     assert four["speedup"]["reason"] == "4 requests together do not fit into memory" and four["draft_length"] is None
 
 
+def test_where_all_candidates_do_not_fit_the_draft_is_measured_alone(pair, monkeypatch):
+    target, draft = pair
+    golden = answers(target, 5, "legal")
+    real = conditions.Conditions._under_load
+
+    def tight(own, lots, size, agreed, names):
+        if len(names) > 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return real(own, lots, size, agreed, names)
+
+    monkeypatch.setattr(conditions.Conditions, "_under_load", tight)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    config = dataclasses.replace(CONFIG, baselines_everywhere=True)
+    (two,) = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics[
+        "by_batch"
+    ]
+    assert two["speedup"]["value"] > 0 and two["others"] == {}
+
+
 def test_a_draft_with_a_shorter_context_is_compared_on_the_answers_that_both_saw():
     rows = [Agreement(f"p{i}", "legal", "t", f"c{i}", 3, False, 10, 5.0 + i, None, None, None, []) for i in range(4)]
     theirs = [dataclasses.replace(row, trimmed_head=row.trimmed_head - 1) for row in rows]

@@ -105,6 +105,10 @@ def test_float32_copies_are_counted_in_half_precision_only(monkeypatch):
     full = footprint.Pair(target, draft, CPU, torch.float32, torch.float32, "none")
     assert half.evaluate_memory(64, 40)["float32 copies"] > 4 * target.num_parameters()
     assert full.evaluate_memory(64, 40)["float32 copies"] == 0
+    alone, everywhere = (full.evaluate_memory(64, 40, 8, everywhere=flag) for flag in (False, True))
+    both = full.serving_memory(8, 40)
+    assert alone["caches at the largest batch"] == 2 * both["target cache"] + both["draft cache"]
+    assert everywhere["caches at the largest batch"] == 4 * both["target cache"] + 2 * both["draft cache"]
     for pair in (half, full):
         weights = pair.target_dtype.itemsize * target.num_parameters()
         packed = footprint.packed_bytes(target, pair.target_dtype, CPU)

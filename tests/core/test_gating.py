@@ -205,6 +205,8 @@ def test_a_champion_that_was_not_compared_with_is_no_data(compared, skipped, rea
     [
         ({"metric": "speed"}, "has the metric 'speed'"),
         ({"metric": "predicted_speedup"}, "has the metric 'predicted_speedup'"),
+        ({"metric": "acceptance_by_position"}, "has the metric 'acceptance_by_position'"),
+        ({"metric": "lossless", "statistic": "lower"}, "lossless asks for the lower end of an interval"),
         ({"domain": "leagl"}, "has the domain 'leagl'.*use one of legal, code, all, each"),
     ],
 )
