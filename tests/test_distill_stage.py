@@ -164,8 +164,11 @@ def test_what_was_finished_otherwise_is_not_put_back(change, project, untrained,
 
 
 def test_a_kill_between_the_end_and_what_is_kept_costs_no_training(project, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(distill, "mark_finished", lambda *_: signal.raise_signal(signal.SIGINT))
+        patch.setattr(distill, "mark_finished", interrupted)
         distill.run(config())
     before = outputs(project)
     shutil.rmtree(project / "data/draft")

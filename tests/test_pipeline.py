@@ -80,13 +80,6 @@ def test_a_second_run_has_nothing_to_do(clone):
     assert "Data and pipelines are up to date" in checked(["dvc", "repro"], clone)
 
 
-def test_a_stage_that_dvc_did_not_record_is_put_back_byte_for_byte(clone):
-    """As after a kill between the end of a stage and DVC's commit of it."""
-    for name, words in (("generate", "every prompt is answered already"), ("distill", "nothing has changed since")):
-        assert f"{name}: {words}" in checked(["dvc", "repro", "--force", "--single-item", name], clone)
-    assert "Data and pipelines are up to date" in checked(["dvc", "repro"], clone)
-
-
 def test_dvc_shows_metrics_and_plots(clone):
     shown = json.loads(run(["dvc", "metrics", "show", "--json"], clone).stdout)[""]["data"]
     found = shown["data/eval/summary.json"]["data"]
@@ -181,14 +174,13 @@ def test_multirun_jobs_write_into_their_own_folders(clone):
 
 
 def test_a_stage_that_stops_leaves_a_run_that_says_why(clone):
-    """R06: FAILED, with a parent that is, in the store that the parameters name; a store out of reach costs a line."""
+    """R06: FAILED, with a parent that is, in the store that the parameters name."""
     path = clone / "data/eval/metrics.json"
     path.rename(clone / "metrics.json")
     gate = [sys.executable, "-m", "pipeline.gate", "-cn", "from_params"]
-    failed, alone = run(gate, clone), run(gate, clone, MLFLOW_TRACKING_URI="http://127.0.0.1:9")
+    failed = run(gate, clone)
     (clone / "metrics.json").rename(path)
-    assert failed.returncode == alone.returncode == 1 and failed.stderr.count("\n") == 1
-    assert "not logged in MLflow: The MLflow store http://127.0.0.1:9 cannot be used" in alone.stderr
+    assert failed.returncode == 1 and failed.stderr.count("\n") == 1
     client = RunStore(read(clone, "data/registry/receipt.json")["tracking_uri"]).client
     experiments = [found.experiment_id for found in client.search_experiments()]
     stopped = client.search_runs(experiments, "attributes.status = 'FAILED' and tags.stage = 'gate'")
@@ -198,30 +190,6 @@ def test_a_stage_that_stops_leaves_a_run_that_says_why(clone):
     assert "metrics.json does not exist" in child.data.tags["stopped_by"] and child.info.end_time
     config = Path(client.download_artifacts(child.info.run_id, "config.yaml")).read_text()
     assert yaml.safe_load(config) == yaml.safe_load((clone / "params.yaml").read_text())
-
-
-def test_a_distillation_that_stops_is_found_from_its_pipelines_run(clone):
-    """One that was followed while it worked is named; one that was refused before has a run all the same."""
-    path, answers = clone / "data/answers/train/00000.parquet", clone / "data/answers"
-    distill = [sys.executable, "-m", "pipeline.distill", "-cn", "from_params"]
-    whole = path.read_bytes()
-    path.write_bytes(
-        whole[:100] + bytes(2000) + whole[2100:]
-    )  # its footer, and so what it says of itself, is as before
-    (clone / "refused").mkdir()
-    followed = run(distill, clone)
-    path.write_bytes(whole)
-    answers.rename(clone / "refused/answers")
-    refused = run(distill, clone)
-    (clone / "refused/answers").rename(answers)
-    assert followed.returncode == refused.returncode == 1
-    client = RunStore(read(clone, "data/registry/receipt.json")["tracking_uri"]).client
-    experiments = [found.experiment_id for found in client.search_experiments()]
-    stopped = client.search_runs(experiments, "attributes.status = 'FAILED' and tags.stage = 'distill'")
-    children = [found for found in stopped if "mlflow.parentRunId" in found.data.tags]
-    live = {found.info.run_id for found in stopped if found.data.tags.get("logged") == "live"}
-    named = [found.data.tags["live_run"] for found in children if "live_run" in found.data.tags]
-    assert len(children) == 2 and len(named) == 1 and set(named) <= live
 
 
 def test_the_candidate_is_promoted(clone):

@@ -104,7 +104,7 @@ def test_other_conditions_are_rows_of_their_own(pair):
         assert np.all(np.array(two[name]["value"]) > 0), name
     assert two["ttft_seconds"]["value"] < two["latency_seconds"]["value"]
     rate = two["tokens_per_second"]["value"] * two["latency_seconds"]["value"] / CONFIG.max_new_tokens
-    assert 1 <= rate <= 2, "of two requests together, each lasts at most as long as the lot"
+    assert 0.999 <= rate <= 2.001, "of two requests together, each lasts at most as long as the lot"
     assert 0 < two["target_passes_saved"]["value"] < 1
     assert all(value > 0 for value in two["predicted_speedup"].values()) and two["costs"]["cost_ratio"] > 0
     assert two["others"] == {}
