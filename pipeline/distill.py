@@ -12,11 +12,10 @@ Does:   trains towards the target's probabilities, stored or from the target bes
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -54,6 +53,7 @@ from pipeline.core.models import ModelConfig
 from pipeline.core.training import DistillConfig
 from pipeline.core.vocabulary import domain_token_ids
 from pipeline.stage import (
+    alone,
     cache_path,
     code_fingerprint,
     execute,
@@ -99,7 +99,7 @@ def run(config: Config, tracking: TrackingConfig | None = None) -> None:
     pair = _checked_pair(config, processes)
     state = _state(config, pair, fingerprint_parts(processes))
     code, is_main = code_fingerprint("distill"), processes.is_main_process
-    with _alone(state.name) if is_main else nullcontext():
+    with alone("distill", state.name) if is_main else nullcontext():
         if is_finished(state, code):
             if is_main:
                 _restore(config, state)
@@ -180,8 +180,8 @@ def _tidy(state: Path) -> None:
         if path.is_dir() and path.name != FINISHED:
             shutil.rmtree(path)
     for other in finished_beside(state):
-        with suppress(PipelineError), _alone(other.name):
-            shutil.rmtree(other)
+        with suppress(PipelineError), alone("distill", other.name):
+            discard_finished(other)
 
 
 def _save(
@@ -213,22 +213,6 @@ def _state(config: Config, pair: _Pair, launch: tuple) -> Path:
     taught_by = read_draft_facts(input_path(reference))["fingerprint"] if reference else None
     parts = (pair.facts, [fingerprint_files([path]) for path in files], asdict(config.distill), *start, config.seed)
     return cache_path("distill", fingerprint(*parts, taught_by, *launch))
-
-
-@contextmanager
-def _alone(key: str) -> Iterator[None]:
-    """Raise `PipelineError` while another process distils with the same state: each would take away the other's checkpoints."""
-    path = cache_path("locks", f"distill-{key}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise PipelineError(
-                "Another process distils this draft here already.",
-                "wait for it, or end it (`pgrep -f pipeline.distill`).",
-            ) from None
-        yield
 
 
 def _with_layers(

@@ -1,7 +1,7 @@
 """exploration: what the notebooks show, the evaluation's artifacts as tables and single answers round by round.
 
-Reads:  params.yaml, data/draft, data/answers/golden, data/eval/{metrics.json,rounds.parquet}; the target where answers are
-        decoded.
+Reads:  params.yaml, data/draft, data/answers/golden, data/eval/{metrics.json,requests.parquet,rounds.parquet}; the target
+        where answers are decoded.
 Writes: nothing.
 """
 
@@ -21,7 +21,7 @@ from pipeline.adapters.targets import Target
 from pipeline.core.artifacts import read_json
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import Drafter, ModelDrafter
-from pipeline.core.evaluation import teacher_forced, time_one
+from pipeline.core.evaluation import HEADLINE, teacher_forced, time_one
 from pipeline.core.evaluation_settings import DISTILLED
 from pipeline.core.metrics import acceptance_by_position
 from pipeline.core.models import ModelConfig
@@ -65,12 +65,14 @@ def acceptance() -> pd.DataFrame:
 
 
 def acceptance_by_round_position(candidate: str = DISTILLED) -> pd.DataFrame:
-    """Share of rounds in which the i-th drafted token was accepted: one row per position, one column per domain."""
-    rounds = pd.read_parquet(input_path("data/eval/rounds.parquet"))
+    """Share of rounds of the headline's requests in which the i-th drafted token was accepted: one row per position, one
+    column per domain."""
+    requests, rounds = (pd.read_parquet(input_path(f"data/eval/{name}.parquet")) for name in ("requests", "rounds"))
+    chosen = requests[(requests["candidate"] == candidate) & (requests["condition"] == HEADLINE)]
     length = metrics()["draft_lengths"][candidate]
     columns = {}
-    for domain, rows in rounds[rounds["candidate"] == candidate].groupby("domain"):
-        sequences = [list(zip(own["accepted"], own["drafted"])) for _, own in rows.groupby("prompt_id", sort=False)]
+    for domain, rows in rounds[rounds["request"].isin(chosen["request"])].groupby("domain"):
+        sequences = [list(zip(own["accepted"], own["drafted"])) for _, own in rows.groupby("request", sort=False)]
         columns[domain] = acceptance_by_position(sequences, length) or [None] * length
     return pd.DataFrame(columns, index=pd.RangeIndex(1, length + 1, name="position"))
 

@@ -9,8 +9,10 @@ Does:   answers a share of the train prompts by sampling, all others greedily. F
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import hydra
 import pyarrow as pa
@@ -29,7 +31,7 @@ from pipeline.core.generation import EncodedPrompt, generate_answers, prompt_see
 from pipeline.core.models import ModelConfig, default_device, resolve_dtype
 from pipeline.core.sampling import Sampling
 from pipeline.core.templates import encode_prompts
-from pipeline.stage import cache_path, code_fingerprint, execute, input_path, output_path, write_effective_config
+from pipeline.stage import alone, cache_path, code_fingerprint, execute, input_path, output_path, write_effective_config
 
 SPLITS = ("train", "dev", "golden")
 
@@ -59,9 +61,21 @@ def run(config: Config) -> None:
         "seed": config.seed,
     }
     cache, code = cache_path("generate", fingerprint(facts)), code_fingerprint("generate")
-    if not is_finished(cache, code):
-        discard_finished(cache)  # other code's
-    answers = _answer_all(target, prompts, config, cache, facts)
+    with alone("generate", cache.name):
+        if not is_finished(cache, code):
+            discard_finished(cache)  # other code's
+        answers = _answer_all(target, prompts, config, cache, facts)
+        _write(answers, prompts, config, facts)
+        if not is_finished(cache, code):
+            mark_finished(cache, code)
+        for other in finished_beside(cache):
+            with suppress(PipelineError), alone("generate", other.name):
+                discard_finished(other)
+
+
+def _write(
+    answers: dict[str, Answer], prompts: dict[str, list[EncodedPrompt]], config: Config, facts: dict[str, Any]
+) -> None:
     with atomic_path(output_path("data/answers")) as folder:
         for split in SPLITS:
             rows = [answers[prompt.prompt_id] for prompt in prompts[split]]
@@ -69,10 +83,6 @@ def run(config: Config) -> None:
                 shard = rows[start : start + config.generate.shard_rows]
                 write_answers(folder / split / f"{number:05d}.parquet", shard, facts)
         write_effective_config(folder, config)
-    if not is_finished(cache, code):
-        mark_finished(cache, code)
-    for other in finished_beside(cache):
-        discard_finished(other)
 
 
 def _read_prompts(path: Path, target: Target, config: Config) -> list[EncodedPrompt]:

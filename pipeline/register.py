@@ -176,17 +176,12 @@ def _register(
     if version is None and not evidence.verdict["passed"]:
         return None
     card = model_card(name, evidence)
+    model = {"draft": input_path("data/draft"), "files": files, "card": card, "dtype": evidence.draft["dtype"]}
     if version is None:
-        version = store.register_version(
-            run_id=run_id,
-            model_name=name,
-            draft=input_path("data/draft"),
-            files=files,
-            card=card,
-            dtype=evidence.draft["dtype"],
-            tags=tags,
-        )
-    elif store.version_tags(name, version).get("evidence") != tags["evidence"]:
+        version = store.register_version(run_id=run_id, model_name=name, tags=tags, **model)
+    else:
+        store.complete_version(name, version, **model)
+    if store.version_tags(name, version).get("evidence") != tags["evidence"]:
         store.replace_evidence(name, version, files, card, tags)
     if evidence.verdict["passed"]:
         store.set_alias(name, registry.alias, version)

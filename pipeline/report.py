@@ -29,7 +29,7 @@ PLOT_COLUMNS = {
     "training": ("step", "tokens", "dev_token_acceptance"),
     "token_acceptance": ("domain", "token_acceptance", "lower", "upper"),
     "acceptance_by_domain": ("candidate", "domain", "metric", "value", "lower", "upper"),
-    "acceptance_by_position": ("candidate", "position", "value"),
+    "acceptance_by_position": ("candidate", "position", "value", "lower", "upper"),
     "speedup": ("candidate", "domain", "speedup", "lower", "upper", "predicted_measured_cost"),
     "draft_lengths": ("draft_length", "predicted_speedup", "speedup"),
     "verify_cost": ("tokens", "seconds", "ratio"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import fcntl
 import importlib.metadata
 import logging
 import os
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -65,6 +66,22 @@ def read_champion() -> dict[str, Any] | None:
 def cache_path(stage: str, key: str) -> Path:
     """The git-ignored folder for resumable state of `stage`, one per `key` (a fingerprint of all it depends on)."""
     return PROJECT_ROOT / ".cache" / stage / key
+
+
+@contextlib.contextmanager
+def alone(stage: str, key: str) -> Iterator[None]:
+    """Raise `PipelineError` while another process works with the same resumable state: each would take away the other's."""
+    path = cache_path("locks", f"{stage}-{key}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise PipelineError(
+                f"Another process runs {stage} here already, with the same inputs and settings.",
+                f"wait for it, or end it (`pgrep -f pipeline.{stage}`).",
+            ) from None
+        yield
 
 
 def typed_config(cfg: DictConfig, schema: type[ConfigT]) -> ConfigT:

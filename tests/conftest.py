@@ -7,6 +7,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("DVC_NO_ANALYTICS", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the cores
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 

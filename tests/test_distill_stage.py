@@ -181,7 +181,7 @@ def test_a_run_that_ends_removes_what_others_kept_but_nothing_that_is_in_use(pro
     distill.run(config("seed=1"))
     (first,) = states(project)
     (project / ".cache/distill/unfinished/checkpoint-1").mkdir(parents=True)
-    with distill._alone(first):  # a process is putting it back
+    with stage.alone("distill", first):  # a process is putting it back
         distill.run(config("seed=2"))
         assert first in states(project) and len(states(project)) == 3
     distill.run(config("seed=3"))
@@ -194,7 +194,7 @@ def test_only_the_first_process_puts_it_back(project, untrained, monkeypatch):
     untrained()
     second = {"main_process_first": contextlib.nullcontext, "wait_for_everyone": lambda: None}
     monkeypatch.setattr(distill, "join", lambda: SimpleNamespace(is_main_process=False, num_processes=1, **second))
-    with distill._alone(*states(project)):
+    with stage.alone("distill", *states(project)):
         distill.run(config())
     assert not (project / "data/draft").exists() and len(states(project)) == 1
 

@@ -114,6 +114,17 @@ def test_what_was_answered_is_kept_until_other_settings_have_been_answered(proje
     unfinished.rmdir()
 
 
+def test_a_second_process_does_not_answer_the_same_prompts(project):
+    settings = config(generate, "seed=7")
+    generate.run(settings)
+    (kept,) = (project / ".cache/generate").iterdir()
+    with stage.alone("generate", kept.name):
+        with pytest.raises(PipelineError, match="Another process runs generate here already"):
+            generate.run(settings)
+        generate.run(config(generate, "seed=8"))
+        assert kept.is_dir(), "what another process works with stays"
+
+
 def test_other_code_answers_anew(project, monkeypatch):
     generate.run(config(generate, "seed=6"))
     monkeypatch.setattr(generate, "code_fingerprint", lambda _: "changed")

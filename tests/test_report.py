@@ -46,7 +46,12 @@ def served(rate, speedup, positions):
     return {
         "acceptance_rate": entry(rate, draft_length=len(positions)),
         "mean_acceptance_length": entry(1 + sum(positions), 0.1),
-        "acceptance_by_position": {"value": positions, "interval": None, "count": 24, "reason": None},
+        "acceptance_by_position": {
+            "value": positions,
+            "interval": [[share - 0.05, share + 0.04] for share in positions],
+            "count": 24,
+            "reason": None,
+        },
         "speedup": entry(speedup, 0.06),
         "tokens_per_second": entry(22.5 * speedup, 0.8),
         "plain_tokens_per_second": entry(22.5, 0.4),
@@ -56,7 +61,7 @@ def served(rate, speedup, positions):
         **{f"plain_{name}": flat(value) for name, value in (("ttft_seconds", 0.07), ("latency_seconds", 2.7))},
         "target_passes_saved": entry(0.41, 0.03),
         **{f"itl_p{percent}_seconds": flat(0.0012 * percent) for percent in (50, 95, 99)},
-        "itl_jitter_seconds": flat(0.031),
+        "itl_jitter_seconds": entry(0.031, 0.004),
         "smoothness": flat(1.21),
     }
 
@@ -85,6 +90,7 @@ def conditions(found):
         ],
         "by_batch": [{"batch": 8, "draft_length": 3, "predicted_speedup": {"measured-cost": 2.4}, **row, "speedup": entry(2.5, 0.1, 16), "others": {"prompt_lookup": lookup}}, {"batch": 16, "draft_length": None, **untimed}],
         "by_temperature": [{"temperature": 0.7, "draft_length": 4, **row}],
+        "other_domains": {},
         "versus_champion": None,
         "champion": None,
         "skipped": {"champion": "no draft was promoted yet"},
@@ -176,7 +182,12 @@ def sample_metrics(domain="legal"):
             ],
         },
         "reference": {"transformers_plain_tokens_per_second": 19.24, "our_plain_tokens_per_second": 23.11},
-        "costs": {"cost_ratio": 0.152, "draft_step_seconds": 0.0067, "target_pass_seconds": seconds},
+        "costs": {
+            "cost_ratio": 0.152,
+            "draft_step_seconds": 0.0067,
+            "target_pass_seconds": seconds,
+            "experts_touched": None,
+        },
         "served_gap": {"predicted_first_drafted_token": 0.62, "first_drafted_token": 0.71, "gap": 0.09},
         "warnings": ["served acceptance of the first drafted token on legal is 0.71, token acceptance is 0.62"],
         "machine": {"processor": "Some CPU (AVX512)", "threads": 2, "accelerator": None, "torch": "2.11.0"},

@@ -102,13 +102,25 @@ def test_a_stage_of_the_pipeline_that_stops_says_so_and_why(tmp_path, monkeypatc
     monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
     monkeypatch.setattr(pipeline.stage, "_params_in_use", lambda: b"seed: 0")
     monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda *handed: logged.append(handed))
+    interrupting = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(BaseException):
         pipeline.stage.execute(lambda _: stop(), Config, OmegaConf.create({"seed": 0}))
+    signal.signal(signal.SIGINT, interrupting)
     (((stage, ended, began, why), config),) = logged
     assert OmegaConf.create(config) == {"seed": 0}
     assert (stage, ended) == ("test_stage", status) and float(began) > 0 and why.startswith(reason)
     assert signal.getsignal(signal.SIGTERM) == before and not (tmp_path / "data/provenance").exists()
+
+
+def test_two_processes_never_work_with_the_same_state_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline.stage, "PROJECT_ROOT", tmp_path)
+    alone, words = pipeline.stage.alone, "Another process runs distill here already"
+    with alone("distill", "0123"), alone("distill", "4567"), alone("generate", "0123"):
+        with pytest.raises(PipelineError, match=words), alone("distill", "0123"):
+            pytest.fail("both went on")
+    with alone("distill", "0123"):
+        pass
 
 
 def test_a_damaged_champion_is_not_taken_for_none(tmp_path, monkeypatch):

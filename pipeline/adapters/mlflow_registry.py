@@ -86,14 +86,29 @@ class MlflowStore(RunStore):
         `files` and `card` (a Markdown text with a YAML head, stored as README.md) are put beside the weights. `dtype`
         is the dtype to load with. `tags` must hold the draft's `fingerprint`, and the `evidence` if `files` are that.
         """
-        with errors_of(self.uri), tempfile.TemporaryDirectory() as folder:
-            model = Path(folder, MODEL_ARTIFACT)
-            _save_model(model, draft, files, card, dtype)
-            self.client.log_artifacts(run_id, str(model), MODEL_ARTIFACT)
+        self._log_model(run_id, draft, files, card, dtype)
+        with errors_of(self.uri):
             source = f"{self.client.get_run(run_id).info.artifact_uri}/{MODEL_ARTIFACT}"
             with contextlib.suppress(MlflowException):  # it exists: an error that matters recurs in the next call
                 self.client.create_registered_model(model_name)
             return str(self.client.create_model_version(model_name, source, run_id, tags=tag_texts(tags)).version)
+
+    def complete_version(
+        self, model_name: str, version: str, draft: Path, files: list[Path], card: str, dtype: str
+    ) -> None:
+        """Store the model of a version again, as `register_version` did, where files of `draft` have gone from the store."""
+        with errors_of(self.uri):
+            run_id = self.client.get_model_version(model_name, version).run_id
+            listed = self.client.list_artifacts(run_id, f"{MODEL_ARTIFACT}/model")
+        stored = {Path(item.path).name: item.file_size for item in listed}
+        if any(stored.get(path.name) != path.stat().st_size for path in draft.iterdir() if path.is_file()):
+            self._log_model(run_id, draft, files, card, dtype)
+
+    def _log_model(self, run_id: str, draft: Path, files: list[Path], card: str, dtype: str) -> None:
+        with errors_of(self.uri), tempfile.TemporaryDirectory() as folder:
+            model = Path(folder, MODEL_ARTIFACT)
+            _save_model(model, draft, files, card, dtype)
+            self.client.log_artifacts(run_id, str(model), MODEL_ARTIFACT)
 
     def replace_evidence(
         self, model_name: str, version: str, files: list[Path], card: str, tags: dict[str, Any]

@@ -33,13 +33,10 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
-        "batches": _row_table(metrics["by_batch"], "batch", "requests together", SERVED_BRIEFLY, predicted=True),
-        "batch_waits": _row_table(metrics["by_batch"], "batch", "requests together", WAITS),
+        "batches": _row_table(metrics, "batch", "requests together", SERVED_BRIEFLY, predicted=True),
+        "batch_waits": _row_table(metrics, "batch", "requests together", WAITS),
         "temperatures": _row_table(
-            metrics["by_temperature"],
-            "temperature",
-            "temperature",
-            (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3]),
+            metrics, "temperature", "temperature", (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3])
         ),
         "engines": _engine_table(metrics),
         "memory": _memory_table(metrics),
@@ -49,10 +46,12 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
 
 def condition_lines(metrics: dict[str, Any]) -> dict[str, tuple[dict[str, list[tuple[int, float]]], str, str]]:
     """Charts over whole numbers: lines by label, unit, and what the numbers are."""
-    rows = metrics["by_draft_length"]
-    lines = {"predicted on dev": [(row["draft_length"], row["predicted_speedup"]) for row in rows]}
-    timed = [(row["draft_length"], row["speedup"]["value"]) for row in rows]
-    lines["measured on dev"] = [(k, value) for k, value in timed if value is not None]
+    lines = {}
+    for domain, rows in _everywhere(metrics, "by_draft_length"):
+        place = "" if domain == metrics["domain"] else f", {domain}"
+        lines[f"predicted on dev{place}"] = [(row["draft_length"], row["predicted_speedup"]) for row in rows]
+        timed = [(row["draft_length"], row["speedup"]["value"]) for row in rows]
+        lines[f"measured on dev{place}"] = [(k, value) for k, value in timed if value is not None]
     return {"draft_lengths": (lines, "ratio", "draft length k")}
 
 
@@ -106,21 +105,26 @@ def _heading(name: str) -> str:
     return words(name.removesuffix("_seconds").removesuffix("_trimmed_head"))
 
 
-def _row_table(
-    rows: list[dict[str, Any]], key: str, title: str, names: tuple[str, ...], predicted: bool = False
-) -> Table:
-    """The condition, and each candidate that was measured under it: its draft length, its measures and, if wanted, the
-    measured-cost speedup that was predicted."""
+def _row_table(metrics: dict[str, Any], key: str, title: str, names: tuple[str, ...], predicted: bool = False) -> Table:
+    """The domain, the condition, and each candidate that was measured there: its draft length, its measures and, if wanted,
+    the measured-cost speedup that was predicted."""
     table = []
-    for row in rows:
-        for candidate, own in {CANDIDATE: row, **row["others"]}.items():
-            k, guess = own["draft_length"], (own.get("predicted_speedup") or {}).get("measured-cost")
-            cells = [measure_cell(own[name], METRICS[name].unit) for name in names]
-            extra = [number_or_reason(guess, "ratio", "not measured")] if predicted else []
-            named = [Cell(f"{row[key]:g}"), Cell(words(candidate)), number_or_reason(k, "tokens", "none")]
-            table.append([*named, *cells, *extra])
-    heads = [title, "candidate", "k", *map(_heading, names), *(["predicted speedup"] if predicted else [])]
+    for domain, rows in _everywhere(metrics, f"by_{key}"):
+        for row in rows:
+            for candidate, own in {CANDIDATE: row, **row["others"]}.items():
+                k, guess = own["draft_length"], (own.get("predicted_speedup") or {}).get("measured-cost")
+                cells = [measure_cell(own[name], METRICS[name].unit) for name in names]
+                extra = [number_or_reason(guess, "ratio", "not measured")] if predicted else []
+                named = [Cell(domain), Cell(f"{row[key]:g}"), Cell(words(candidate))]
+                table.append([*named, number_or_reason(k, "tokens", "none"), *cells, *extra])
+    heads = ["domain", title, "candidate", "k", *map(_heading, names), *(["predicted speedup"] if predicted else [])]
     return Table(heads, table)
+
+
+def _everywhere(metrics: dict[str, Any], name: str) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Each domain with its rows of the side table `name`, the target domain first."""
+    others = metrics["other_domains"].items()
+    return [(metrics["domain"], metrics[name]), *((domain, tables[name]) for domain, tables in others)]
 
 
 def _engine_table(metrics: dict[str, Any]) -> Table:

@@ -19,6 +19,7 @@ from pipeline.adapters.report_elements import (
     number_cell,
     number_or_reason,
 )
+from pipeline.core.cost_model import Costs
 from pipeline.core.gating import CANDIDATE, PROMPTS
 from pipeline.core.metrics import METRICS
 from pipeline.core.report_page import (
@@ -34,6 +35,7 @@ from pipeline.core.report_page import (
     predicted,
     quantity,
     registration,
+    span,
     words,
 )
 from pipeline.core.roi import FIGURES
@@ -87,6 +89,7 @@ def _tables(documents: Documents, plots: dict[str, list[dict[str, Any]]]) -> dic
         "money": _money_table(documents.roi),
         "roi_sheet": _sheet_table(documents.roi["sheet"]),
         "verify_cost": _verify_cost_table(plots["verify_cost"]),
+        "positions": _position_table(plots["acceptance_by_position"]),
         "departures": _departure_table(metrics),
         "prompts": _prompt_table(prompts),
         "sources": _source_table(prompts),
@@ -270,14 +273,12 @@ def _sheet_table(sheet: dict[str, Any]) -> Table:
 
 
 def _cost_sentence(metrics: dict[str, Any]) -> str:
-    costs, k = metrics["costs"], metrics["settings"]["draft_length"]
-    seconds = costs["target_pass_seconds"]
-    c, v = costs["cost_ratio"], seconds[str(k + 1)] / seconds["1"]
+    costs, k = Costs.from_document(metrics["costs"]), metrics["settings"]["draft_length"]
     return (
-        f"A draft step takes {quantity(costs['draft_step_seconds'], 's')}, a target pass over one token"
-        f" {quantity(seconds['1'], 's')}: cost ratio c = {c:.3f}. A pass over k + 1 = {k + 1} tokens costs v({k}) ="
-        f" {v:.2f} passes over one token. So a round at k = {k} costs k c + v(k) = {k * c + v:.2f} plain steps and pays"
-        " where it yields more tokens than that."
+        f"A draft step takes {quantity(costs.draft_step_seconds, 's')}, a target pass over one token"
+        f" {quantity(costs.target_pass_seconds[0], 's')}: cost ratio c = {costs.cost_ratio:.3f}. A pass over k + 1 ="
+        f" {k + 1} tokens costs v({k}) = {costs.verify_cost(k):.2f} passes over one token. So a round at k = {k} costs"
+        f" k c + v(k) = {costs.round_cost(k):.2f} plain steps and pays where it yields more tokens than that."
     )
 
 
@@ -287,6 +288,21 @@ def _verify_cost_table(rows: list[dict[str, Any]]) -> Table:
         for row in rows
     ]
     return Table(["tokens in the pass", "time", "v: over the time for one token"], cells)
+
+
+def _position_table(rows: list[dict[str, Any]]) -> Table:
+    """One row per candidate, a column per position."""
+    positions = sorted({row["position"] for row in rows})
+    shown: dict[str, list[Cell]] = {}
+    for row in rows:  # by candidate, and of each the positions in order
+        interval = None if row["lower"] is None else (row["lower"], row["upper"])
+        cell = Cell(quantity(row["value"], "share"), span(interval, "share"), "number")
+        shown.setdefault(row["candidate"], [Cell(words(row["candidate"]))]).append(cell)
+    width = len(positions) + 1
+    return Table(
+        ["candidate", *(f"position {position}" for position in positions)],
+        [cells + [Cell("", kind="missing")] * (width - len(cells)) for cells in shown.values()],
+    )
 
 
 def _lossless_sentences(metrics: dict[str, Any]) -> list[str]:

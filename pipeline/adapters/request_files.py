@@ -11,7 +11,12 @@ from pipeline.core.evaluation import Request
 
 REQUESTS = pa.schema(
     [
+        ("request", pa.int64()),  # its number
         ("candidate", pa.string()),
+        ("condition", pa.string()),  # headline, or what was varied: draft_length (on dev prompts), batch, temperature
+        ("batch", pa.int64()),  # requests decoded together
+        ("draft_length", pa.int64()),  # 0: decoded plainly
+        ("temperature", pa.float64()),
         ("prompt_id", pa.string()),
         ("domain", pa.string()),
         ("task", pa.string()),
@@ -26,10 +31,11 @@ REQUESTS = pa.schema(
         ("plain_ttft_seconds", pa.float64()),
         ("first_departure", pa.int64()),
     ],
-    metadata={"schema": "domain-draft/requests", "schema_version": "1"},
+    metadata={"schema": "domain-draft/requests", "schema_version": "2"},
 )
 ROUNDS = pa.schema(
     [
+        ("request", pa.int64()),  # as in requests.parquet
         ("candidate", pa.string()),
         ("prompt_id", pa.string()),
         ("domain", pa.string()),
@@ -38,9 +44,9 @@ ROUNDS = pa.schema(
         ("accepted", pa.int64()),
         ("emitted", pa.int64()),
     ],
-    metadata={"schema": "domain-draft/rounds", "schema_version": "1"},
+    metadata={"schema": "domain-draft/rounds", "schema_version": "2"},
 )
-COUNTED = ("tokens_generated", "tokens_drafted", "tokens_accepted")
+COUNTED = ("request", "tokens_generated", "tokens_drafted", "tokens_accepted")
 
 
 def write_requests(folder: Path, requests: list[Request]) -> None:
@@ -48,15 +54,17 @@ def write_requests(folder: Path, requests: list[Request]) -> None:
     given = [name for name in REQUESTS.names if name not in COUNTED]
     rows = [
         {
+            "request": index,
             **{name: getattr(request, name) for name in given},
             "tokens_generated": len(request.token_ids),
             "tokens_drafted": sum(request.drafted),
             "tokens_accepted": sum(request.accepted),
         }
-        for request in requests
+        for index, request in enumerate(requests)
     ]
     rounds = [
         {
+            "request": index,
             "candidate": request.candidate,
             "prompt_id": request.prompt_id,
             "domain": request.domain,
@@ -65,7 +73,7 @@ def write_requests(folder: Path, requests: list[Request]) -> None:
             "accepted": accepted,
             "emitted": emitted,
         }
-        for request in requests
+        for index, request in enumerate(requests)
         for number, (drafted, accepted, emitted) in enumerate(
             zip(request.drafted, request.accepted, request.emitted, strict=True)
         )

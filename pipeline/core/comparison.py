@@ -83,70 +83,105 @@ def evaluate(
 ) -> Outcome:
     """Measure the distilled draft beside all other candidates on golden prompts, in one engine and one run, each at the
     draft length that suits it."""
-    sampling = decode.sampling
-    lengths = check_draft_lengths(decode, config)
+    check_draft_lengths(decode, config)
     models = _fitting(models, [*dev, *golden], config)
-    agreements = _agreements(models, golden, config, sampling)
+    agreements = _agreements(models, golden, config, decode.sampling)
+    own_dev = [answer for answer in dev if answer.domain == models.domain]
+    conditions = _tuned(models, dev, pick(own_dev, config.dev_prompts), decode, config, seed)
+    settings, lengths, costs = conditions.settings, conditions.draft_lengths, conditions.costs
+    timed, roster = _roster(models, golden, config)
+    engine = engine_of(conditions.models, settings, config, lengths)
+    requests, plain = time_candidates(
+        engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
+    )
+    candidates, by_task, by_length = (
+        _candidates(requests, agreements, lengths, costs, config, group_of)
+        for group_of in (lambda row: row.domain, lambda row: f"{row.domain}, {row.task}", _prompt_length)
+    )
+    gap = _served_gap(models.domain, timed, candidates[DISTILLED], agreements[DISTILLED], settings.draft_length, config)
+    dev_agreement = agreement_metrics(
+        agreement(models, DISTILLED, own_dev, decode.sampling, config) if own_dev else [], config.bootstrap_samples
+    )
+    metrics = {
+        "domain": models.domain,
+        "settings": _settings(models, decode, settings),
+        "draft_lengths": lengths,
+        "cost_ratios": {name: own.cost_ratio for name, own in costs.items()},
+        "candidates": candidates,
+        "skipped": models.skipped,
+        "by_task": by_task,
+        "by_prompt_length": by_length,
+        **_side_tables(conditions, dev, golden, candidates),
+        "versus_champion": versus_champion(requests, agreements, lengths, config.bootstrap_samples),
+        "dev": dev_agreement,
+        "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
+        "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
+        "costs": costs[DISTILLED].document(),
+        "memory": memory(models, timed, config.max_new_tokens, lengths, candidates),
+        "served_gap": gap,
+        "warnings": _warnings(gap, models.domain, dev_agreement, candidates[DISTILLED].get(models.domain, {})),
+        "machine": machine(),
+    }
+    return Outcome(metrics, [*engine.plain_requests(timed, plain), *requests, *conditions.requests])
+
+
+def _tuned(
+    models: Contestants,
+    dev: list[Answer],
+    tuned: list[Answer],
+    decode: DecodeSettings,
+    config: EvaluateConfig,
+    seed: int,
+) -> Conditions:
+    """Costs and expected acceptance of every candidate, and the k that suits it by both: chosen on the dev answers `tuned`,
+    unless it is configured."""
     packed = dataclasses.replace(models, target=decoding_view(models.target))
-    costs = _costs(packed, dev, lengths)
+    lengths, sampling = check_draft_lengths(decode, config), decode.sampling
+    costs = costs_of_candidates(
+        packed, [LOOKUP, *models.drafts], _costs(packed, dev, lengths, sampling), config, sampling
+    )
     settings = DecodeConfig(
         draft_length=max(lengths),
         max_new_tokens=config.max_new_tokens,
         allowed_token_ids=models.vocabulary,
         **vars(sampling),
     )
-    own_dev = [answer for answer in dev if answer.domain == models.domain]
-    tuned = pick(own_dev, config.dev_prompts)
     by_position = dev_acceptance(packed, tuned, settings, seed)
-    chosen = decode.draft_length or cost_model.best_draft_length(by_position or [0.0], config.draft_lengths, costs)
-    settings = dataclasses.replace(settings, draft_length=chosen)
-    timed, roster = _roster(models, golden, config)
-    costs_of = costs_of_candidates(packed, [LOOKUP, *models.drafts], costs, config)
     expected = expected_acceptances(packed, [] if decode.draft_length else tuned, by_position, settings, config)
-    suited = suited_lengths(packed, expected, costs_of, decode, config)
-    chosen_for = {name: k or chosen for name, k in suited.items()}
-    engine = engine_of(packed, settings, config, chosen_for)
-    requests, plain = time_candidates(
-        engine, timed, lambda answer: roster[answer.prompt_id], seed, "evaluate golden", config.repeats
+    chosen = suited_lengths(packed, expected, costs, decode, config)
+    settings = dataclasses.replace(settings, draft_length=chosen[DISTILLED])
+    return Conditions(packed, expected, costs, chosen, decode, settings, config, seed)
+
+
+def _side_tables(
+    conditions: Conditions, dev: list[Answer], golden: list[Answer], candidates: dict[str, dict[str, dict]]
+) -> dict[str, Any]:
+    """The rows by k, batch size and temperature: the target domain's, and with config.condition_prompts_other those of
+    every other domain."""
+    config, domain = conditions.config, conditions.models.domain
+    others = sorted({answer.domain for answer in golden} - {domain}) if config.condition_prompts_other else []
+    dev_of, golden_of = (
+        {name: [answer for answer in answers if answer.domain == name] for name in (domain, *others)}
+        for answers in (dev, golden)
     )
-    candidates, by_task, by_length = (
-        _candidates(requests, agreements, chosen_for, costs_of, config, group_of)
-        for group_of in (lambda row: row.domain, lambda row: f"{row.domain}, {row.task}", _prompt_length)
-    )
-    conditions = Conditions(packed, expected, costs_of, chosen_for, decode, settings, config, seed)
-    agreed = {name: groups.get(models.domain, {}) for name, groups in candidates.items()}
-    own = [answer for answer in golden if answer.domain == models.domain]
-    gap = _served_gap(models.domain, timed, candidates[DISTILLED], agreements[DISTILLED], chosen, config)
-    dev_agreement = agreement_metrics(
-        agreement(models, DISTILLED, own_dev, sampling, config) if own_dev else [], config.bootstrap_samples
-    )
-    try:
-        lossless = _lossless(models, timed, requests, plain, settings, config, seed)
-    except torch.OutOfMemoryError:  # what was measured before is not lost
-        lossless = {**no_data("float32 copies of the models do not fit into memory beside them"), "departures": []}
-    metrics = {
-        "domain": models.domain,
-        "settings": _settings(models, decode, settings),
-        "draft_lengths": chosen_for,
-        "cost_ratios": {name: own.cost_ratio for name, own in costs_of.items()},
-        "candidates": candidates,
-        "skipped": models.skipped,
-        "by_task": by_task,
-        "by_prompt_length": by_length,
-        "by_draft_length": conditions.by_draft_length(own_dev),
-        "by_batch": conditions.by_batch(own, agreed),
-        "by_temperature": conditions.by_temperature(own),
-        "versus_champion": versus_champion(requests, agreements, chosen_for, config.bootstrap_samples),
-        "dev": dev_agreement,
-        "lossless": lossless,
-        "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
-        "costs": costs.document(),
-        "memory": memory(models, timed, config.max_new_tokens, chosen_for, candidates),
-        "served_gap": gap,
-        "warnings": _warnings(gap, models.domain, dev_agreement, candidates[DISTILLED].get(models.domain, {})),
-        "machine": machine(),
+
+    def chosen(answers: dict[str, list[Answer]], count: int) -> dict[str, list[Answer]]:
+        return {
+            name: pick(found, count if name == domain else config.condition_prompts_other)
+            for name, found in answers.items()
+        }
+
+    swept, warmed = chosen(dev_of, config.sweep_prompts), chosen(golden_of, config.temperature_prompts)
+    by_batch = conditions.by_batch(chosen(golden_of, config.batch_prompts), candidates)
+    tables = {
+        name: {
+            "by_draft_length": conditions.by_draft_length(swept[name], conditions.expected_in(name, dev_of[name])),
+            "by_batch": by_batch[name],
+            "by_temperature": conditions.by_temperature(warmed[name]),
+        }
+        for name in dev_of
     }
-    return Outcome(metrics, requests)
+    return {**tables.pop(domain), "other_domains": tables}
 
 
 def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -> dict[str, Any]:
@@ -162,9 +197,10 @@ def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -
     }
 
 
-def _costs(models: Contestants, dev: list[Answer], lengths: list[int]) -> cost_model.Costs:
+def _costs(models: Contestants, dev: list[Answer], lengths: list[int], sampling: Sampling) -> cost_model.Costs:
     """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
-    costs = measure_costs(models.target, models.drafter(), lengths, COST_CONTEXT_TOKENS, COST_REPEATS)
+    draft = models.drafter()
+    costs = measure_costs(models.target, draft, lengths, COST_CONTEXT_TOKENS, COST_REPEATS, sampling=sampling)
     texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
     costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
     return costs
@@ -244,7 +280,15 @@ def _candidates(
     return result
 
 
-def _lossless(
+def _lossless(models: Contestants, *measured: Any) -> dict[str, Any]:
+    """`_compared_in_float32`, or why that could not be: what was measured before is not lost."""
+    try:
+        return _compared_in_float32(models, *measured)
+    except torch.OutOfMemoryError:
+        return {**no_data("float32 copies of the models do not fit into memory beside them"), "departures": []}
+
+
+def _compared_in_float32(
     models: Contestants,
     timed: list[Answer],
     requests: list[Request],

@@ -17,13 +17,13 @@ from pipeline.core.cost_measurement import measure_costs
 from pipeline.core.decoding import DecodeConfig, Decoder
 from pipeline.core.drafters import PromptLookupDrafter
 from pipeline.core.evaluation import (
+    HEADLINE,
     Agreement,
     Engine,
     Request,
     Timed,
     agreement_metrics,
     lookup_agreement,
-    paired_request,
     served_metrics,
     teacher_forced,
     time_candidates,
@@ -38,6 +38,7 @@ from pipeline.core.evaluation_settings import (
     Contestants,
     DecodeSettings,
     EvaluateConfig,
+    check_draft_lengths,
 )
 from pipeline.core.metrics import (
     METRICS,
@@ -100,7 +101,12 @@ def expected_acceptances(
 
 
 def costs_of_candidates(
-    models: Contestants, names: Sequence[str], costs: cost_model.Costs, config: EvaluateConfig, rows: int = 1
+    models: Contestants,
+    names: Sequence[str],
+    costs: cost_model.Costs,
+    config: EvaluateConfig,
+    sampling: Sampling,
+    rows: int = 1,
 ) -> dict[str, cost_model.Costs]:
     """The costs of the candidates `names`: the target's of `costs`, which are the distilled draft's, with a step of its own.
 
@@ -111,7 +117,9 @@ def costs_of_candidates(
         own = dataclasses.replace(costs, draft_step_seconds=0.0) if name == LOOKUP else costs
         if name not in (LOOKUP, DISTILLED):
             lengths = sorted({max(config.draft_lengths), _served_length(models, name, config) or 1})
-            measured = measure_costs(models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS, rows)
+            measured = measure_costs(
+                models.target, models.drafter(name), lengths, CONTEXT_TOKENS, COST_REPEATS, rows, sampling
+            )
             passes = measured.target_pass_seconds | costs.target_pass_seconds
             own = dataclasses.replace(costs, draft_step_seconds=measured.draft_step_seconds, target_pass_seconds=passes)
         found[name] = own
@@ -130,22 +138,27 @@ def suited_lengths(
     costs: dict[str, cost_model.Costs],
     decode: DecodeSettings,
     config: EvaluateConfig,
-) -> dict[str, int | None]:
+) -> dict[str, int]:
     """The k of every candidate of `costs`, so that each is shown at its best: the one that it is served with already, the
-    configured one, or the best by its costs and expected acceptance; None where dev has nothing to choose it by."""
-    chosen = {}
-    for name, own in costs.items():
-        chosen[name] = _served_length(models, name, config) or decode.draft_length
-        if not chosen[name] and expected.get(name):
-            chosen[name] = cost_model.best_draft_length(expected[name], config.draft_lengths, own)
-    return chosen
+    configured one, or the best by its costs and expected acceptance; where nothing is expected, the cheapest."""
+    return {
+        name: _served_length(models, name, config)
+        or decode.draft_length
+        or cost_model.best_draft_length(expected.get(name) or [], config.draft_lengths, own)
+        for name, own in costs.items()
+    }
 
 
 def engine_of(
-    models: Contestants, settings: DecodeConfig, config: EvaluateConfig, draft_lengths: dict[str, int], slots: int = 1
+    models: Contestants,
+    settings: DecodeConfig,
+    config: EvaluateConfig,
+    draft_lengths: dict[str, int],
+    slots: int = 1,
+    condition: str = HEADLINE,
 ) -> Engine:
     """Plain decoding and the candidates of `draft_lengths`, each at its own, over the same target."""
-    engine = Engine(models.target, settings, slots)
+    engine = Engine(models.target, settings, slots, condition)
     engine.add(PLAIN, None)
     for name, k in draft_lengths.items():
         engine.add(name, PromptLookupDrafter(config.lookup_ngram) if name == LOOKUP else models.drafter(name), k)
@@ -166,7 +179,7 @@ def predictions(metrics: dict[str, dict], draft_length: int, costs: cost_model.C
 
 @dataclasses.dataclass
 class Conditions:
-    """What the rows of the side tables have in common.
+    """What the rows of the side tables have in common, and all requests that were decoded for them.
 
     In a row the distilled draft's measures stand on the first level, with config.baselines_everywhere those of the other
     candidates in "others" by name.
@@ -180,6 +193,10 @@ class Conditions:
     settings: DecodeConfig
     config: EvaluateConfig
     seed: int
+    requests: list[Request] = dataclasses.field(default_factory=list)  # those decoded plainly too
+    loaded: dict[tuple, dict[str, cost_model.Costs]] = dataclasses.field(
+        default_factory=dict
+    )  # by batch size and names
 
     @property
     def names(self) -> list[str]:
@@ -187,32 +204,39 @@ class Conditions:
         others = [name for name in self.draft_lengths if name != DISTILLED]
         return [DISTILLED, *(others if self.config.baselines_everywhere else [])]
 
-    def by_draft_length(self, dev: list[Answer]) -> list[dict[str, Any]]:
-        """One row per k on dev: what measured costs and acceptance predict, and with config.sweep_prompts what was timed."""
-        by_position, costs = self.expected[DISTILLED], self.costs[DISTILLED]
+    def expected_in(self, domain: str, dev: list[Answer]) -> list[float] | None:
+        """The distilled draft's acceptance by position in a domain: decoded on dev prompts of the target domain, elsewhere
+        what teacher-forced agreement on the answers `dev` predicts. None where there is nothing to count."""
+        if domain == self.models.domain:
+            return self.expected[DISTILLED]
+        found = agreement(self.models, DISTILLED, dev, self.settings.sampling, self.config) if dev else []
+        return expected_acceptance_by_position([row.overlaps for row in found], max(self.config.draft_lengths))
+
+    def by_draft_length(self, prompts: list[Answer], by_position: list[float] | None) -> list[dict[str, Any]]:
+        """One row per k on dev prompts: what measured costs and the acceptance `by_position` predict, and what was timed on
+        `prompts`, which may be none."""
+        costs = self.costs[DISTILLED]
         rows = []
-        prompts = pick(dev, self.config.sweep_prompts)
         for k in sorted(k for k in costs.target_pass_seconds if k) if by_position else ():
             tokens = cost_model.tokens_per_round(by_position, k)
             row = {
                 "draft_length": k,
-                "expected_acceptance_rate": (tokens - 1) / k,
+                "expected_acceptance_rate": cost_model.acceptance_rate(by_position, k),
                 "predicted_speedup": cost_model.measured_cost_speedup(tokens, k, costs),
             }
-            found = self._timed(prompts, self.settings, dict.fromkeys(self.names, k), f"k = {k} on dev")
+            found = self._timed(prompts, self.settings, dict.fromkeys(self.names, k), "draft_length", f"k = {k} on dev")
             rows.append({**_row(found), **row})
         return rows
 
-    def by_temperature(self, golden: list[Answer]) -> list[dict[str, Any]]:
+    def by_temperature(self, prompts: list[Answer]) -> list[dict[str, Any]]:
         """One row per temperature of config.temperatures but the serving one, on golden prompts at the k of the headline."""
         rows = []
-        prompts = pick(golden, self.config.temperature_prompts)
         lengths = {name: self.draft_lengths[name] for name in self.names}
         for temperature in self.config.temperatures if prompts else ():
             if temperature == self.settings.temperature:
                 continue
             other = dataclasses.replace(self.settings, temperature=temperature)
-            found = self._timed(prompts, other, lengths, f"temperature {temperature:g}")
+            found = self._timed(prompts, other, lengths, "temperature", f"temperature {temperature:g}")
             for name, measures in found.items():
                 measures |= agreement_metrics(
                     agreement(self.models, name, prompts, other.sampling, self.config), self.config.bootstrap_samples
@@ -222,94 +246,113 @@ class Conditions:
         return rows
 
     def _timed(
-        self, prompts: list[Answer], settings: DecodeConfig, lengths: dict[str, int], title: str
+        self, prompts: list[Answer], settings: DecodeConfig, lengths: dict[str, int], condition: str, title: str
     ) -> dict[str, dict[str, Any]]:
         """The served metrics of each candidate of `lengths` on `prompts`, with its draft length."""
         if not prompts:
             return {DISTILLED: dict.fromkeys(SERVED_BRIEFLY, no_data("not timed"))}
-        engine = engine_of(self.models, settings, self.config, lengths)
-        requests, _ = time_candidates(engine, prompts, lambda _: list(lengths), self.seed, title, self.config.repeats)
+        engine = engine_of(self.models, settings, self.config, lengths, condition=condition)
+        requests, plain = time_candidates(
+            engine, prompts, lambda _: list(lengths), self.seed, title, self.config.repeats
+        )
+        self.requests += [*engine.plain_requests(prompts, plain), *requests]
         return _by_candidate(requests, lengths, self.config.bootstrap_samples)
 
-    def by_batch(self, golden: list[Answer], agreed: dict[str, dict]) -> list[dict[str, Any]]:
-        """One row per batch size: prompts decoded in lots of so many, plainly and with the draft; all tokens over all seconds.
+    def by_batch(
+        self, golden: dict[str, list[Answer]], agreed: dict[str, dict[str, dict]]
+    ) -> dict[str, list[dict[str, Any]]]:
+        """domain -> one row per batch size: the prompts of that domain in `golden` decoded in lots of so many, plainly and
+        with the draft; all tokens over all seconds.
 
         k suits the costs measured at that size, which the row keeps. A lot ends when its last prompt does, so that slots
         run empty towards its end, as they do in a service without refill. Prompts of one source document share a lot as
-        far as they can, since intervals are of lots drawn anew. `agreed`: every candidate's metrics on the target domain.
+        far as they can, since intervals are of lots drawn anew. `agreed`: every candidate's metrics by domain.
         """
-        prompts = sorted(pick(golden, self.config.batch_prompts), key=lambda answer: answer.cluster)
-        rows = []
+        rows: dict[str, list[dict[str, Any]]] = {domain: [] for domain in golden}
         for size in self.config.batch_sizes:
-            lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-            row, reason = None, f"{len(prompts)} prompts make no lot of {size}: raise evaluate.batch_prompts"
-            if lots:
-                row, reason = self._as_far_as_it_fits(lots, size, agreed)
-            nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
-            rows.append(
-                {"batch": size, **(row or {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))})}
-            )
+            for domain, answers in golden.items():
+                known = {name: by_domain.get(domain, {}) for name, by_domain in agreed.items()}
+                rows[domain].append({"batch": size, **self._at_batch(answers, size, domain, known)})
         return rows
 
-    def _as_far_as_it_fits(
-        self, lots: list[list[Answer]], size: int, agreed: dict[str, dict]
-    ) -> tuple[dict[str, Any] | None, str]:
-        """A row but for its size, of the distilled draft alone where memory does not hold all candidates; or None and why."""
-        for names in dict.fromkeys((tuple(self.names), (DISTILLED,))):
+    def _at_batch(self, answers: list[Answer], size: int, domain: str, agreed: dict[str, dict]) -> dict[str, Any]:
+        """A row but for its size, of the distilled draft alone where memory does not hold all candidates."""
+        prompts = sorted(answers, key=lambda answer: answer.cluster)
+        lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
+        setting = "batch_prompts" if domain == self.models.domain else "condition_prompts_other"
+        reason = f"{len(prompts)} prompts make no lot of {size}: raise evaluate.{setting}"
+        for names in dict.fromkeys((tuple(self.names), (DISTILLED,))) if lots else ():
             try:
-                return self._under_load(lots, size, agreed, names), "no acceptance on dev to choose k by"
+                return self._under_load(lots, size, agreed, names)
             except torch.OutOfMemoryError:  # what was measured before is not lost
-                pass
+                reason = f"{size} requests together do not fit into memory"
             torch.cuda.empty_cache()  # the exception holds its tensors no more
-        return None, f"{size} requests together do not fit into memory"
+        nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
+        return {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))}
 
     def _under_load(
-        self, lots: list[list[Answer]], size: int, agreed: dict[str, dict], names: Sequence[str]
-    ) -> dict[str, Any] | None:
-        """A row but for its size; None where dev has nothing to choose the distilled draft's k by."""
-        models, config = self.models, self.config
-        lengths = sorted({*config.draft_lengths, *([self.decode.draft_length] if self.decode.draft_length else [])})
-        own = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, size)
-        costs = costs_of_candidates(models, names, own, config, size)
-        chosen = suited_lengths(models, self.expected, costs, self.decode, config)
-        if not chosen[DISTILLED]:
-            return None
-        found = self._lots_timed(lots, {name: k for name, k in chosen.items() if k})
+        self, lots: list[list[Answer]], size: int, agreed: dict[str, dict], names: tuple[str, ...]
+    ) -> dict[str, Any]:
+        """A row but for its size."""
+        costs = self._costs_at(size, names)
+        chosen = suited_lengths(self.models, self.expected, costs, self.decode, self.config)
+        found = self._lots_timed(lots, chosen)
         for name, measures in found.items():
             known = {**agreed[name], **measures}
             measures["predicted_speedup"] = predictions(known, chosen[name], costs[name])
             measures["costs"] = costs[name].document()
         return _row(found)
 
-    def _lots_timed(self, lots: list[list[Answer]], lengths: dict[str, int]) -> dict[str, dict[str, Any]]:
-        """The lots decoded plainly and by the candidates of `lengths` in turn, each turn beginning with another one; a lot
-        counts with its run of median time.
+    def _costs_at(self, size: int, names: tuple[str, ...]) -> dict[str, cost_model.Costs]:
+        """The costs of the candidates `names` with `size` requests together, measured once."""
+        if (size, names) not in self.loaded:
+            models, config, sampling = self.models, self.config, self.decode.sampling
+            lengths = check_draft_lengths(self.decode, config)
+            own = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, size, sampling)
+            self.loaded[size, names] = costs_of_candidates(models, names, own, config, sampling, size)
+        return self.loaded[size, names]
 
-        Its throughput is of all its tokens; acceptance and waits are of its requests, each beside its plain run.
+    def _lots_timed(self, lots: list[list[Answer]], lengths: dict[str, int]) -> dict[str, dict[str, Any]]:
+        """The metrics of each candidate of `lengths` on the lots.
+
+        Its throughput is of all its tokens; acceptance and waits are of its requests, each beside its plain run. Intervals
+        are over lots, since what the requests of a lot wait for is the lot's.
         """
-        size, config = len(lots[0]), self.config
-        decoders = engine_of(self.models, self.settings, config, lengths, size).decoders
-        for decoder in decoders.values():
-            _decode_lot(decoder, lots[0], self.seed)
-        requests: list[Request] = []
-        counted: dict[str, list[_Lot]] = {name: [] for name in decoders}
-        names = list(decoders)
-        for index, lot in enumerate(tqdm(lots, desc=f"batch size {size}", unit=" lots")):
-            runs: dict[str, list[_Lot]] = {name: [] for name in names}
-            for turn in range(index, index + config.repeats):
-                for place in range(len(names)):
-                    name = names[(turn + place) % len(names)]
-                    runs[name].append(_decode_lot(decoders[name], lot, self.seed))
-            for name, timed in runs.items():
-                counted[name].append(sorted(timed, key=lambda run: run.seconds)[config.repeats // 2])
-            for name in lengths:
-                requests += _paired(name, lot, str(index), counted[name][-1], counted[PLAIN][-1])
-        found, samples = _by_candidate(requests, lengths, config.bootstrap_samples), config.bootstrap_samples
+        size, samples = len(lots[0]), self.config.bootstrap_samples
+        engine = engine_of(self.models, self.settings, self.config, lengths, size, "batch")
+        counted = self._counted(engine, lots)
+        requests = [
+            (str(index), engine.request(name, answer, own, plain))
+            for name, timed in counted.items()
+            for index, lot in enumerate(lots)
+            for answer, own, plain in zip(lot, timed[index].runs, counted[PLAIN][index].runs, strict=True)
+        ]
+        self.requests += [request for _, request in requests]
+        by_lot = [dataclasses.replace(request, cluster=index) for index, request in requests]
+        found = _by_candidate(by_lot, lengths, samples)
         for name, measures in found.items():
             measures |= _throughput(counted[PLAIN], counted[name], size * self.settings.max_new_tokens, samples)
             if len(lots) < LOTS_OF_AN_INTERVAL:
                 measures |= {key: {**entry, "interval": None} for key, entry in measures.items() if key in METRICS}
         return found
+
+    def _counted(self, engine: Engine, lots: list[list[Answer]]) -> dict[str, list[_Lot]]:
+        """The lots decoded by all decoders of `engine` in turn, each turn beginning with another one; a lot counts with its
+        run of median time."""
+        decoders, repeats = engine.decoders, self.config.repeats
+        for decoder in decoders.values():  # a warm-up
+            _decode_lot(decoder, lots[0], self.seed)
+        counted: dict[str, list[_Lot]] = {name: [] for name in decoders}
+        names = list(decoders)
+        for index, lot in enumerate(tqdm(lots, desc=f"batch size {engine.slots}", unit=" lots")):
+            runs: dict[str, list[_Lot]] = {name: [] for name in names}
+            for turn in range(index, index + repeats):
+                for place in range(len(names)):
+                    name = names[(turn + place) % len(names)]
+                    runs[name].append(_decode_lot(decoders[name], lot, self.seed))
+            for name, timed in runs.items():
+                counted[name].append(sorted(timed, key=lambda run: run.seconds)[repeats // 2])
+        return counted
 
 
 def _row(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -343,13 +386,6 @@ def _decode_lot(decoder: Decoder, lot: list[Answer], seed: int) -> _Lot:
     before = decoder.stats.target_passes
     runs = time_lot(decoder, lot, seed)
     return _Lot(runs, decoder.stats.target_passes - before)
-
-
-def _paired(name: str, lot: list[Answer], cluster: str, ours: _Lot, plain: _Lot) -> list[Request]:
-    """A request per prompt of the lot; all are of one cluster, since what they wait for is the lot's."""
-    runs = zip(lot, ours.runs, plain.runs, strict=True)
-    found = [paired_request(name, answer, own, plainly) for answer, own, plainly in runs]
-    return [dataclasses.replace(request, cluster=cluster) for request in found]
 
 
 def _throughput(plain: list[_Lot], ours: list[_Lot], tokens: int, samples: int) -> dict[str, dict]:

@@ -18,11 +18,17 @@ from pipeline.core.sampling import Sampling
 
 @torch.inference_mode()
 def measure_costs(
-    target: PreTrainedModel, drafter: ModelDrafter, draft_lengths: list[int], context: int, repeats: int, rows: int = 1
+    target: PreTrainedModel,
+    drafter: ModelDrafter,
+    draft_lengths: list[int],
+    context: int,
+    repeats: int,
+    rows: int = 1,
+    sampling: Sampling | None = None,
 ) -> Costs:
     """Time passes of `rows` rows at `context` tokens of context, all shapes in turn, and take medians over `repeats`.
 
-    Opens `drafter` anew: it must not be in use by a decoder.
+    Opens `drafter` anew: it must not be in use by a decoder. It drafts as `sampling` says, greedily without.
 
     The tokens are arbitrary but varied: a mixture of experts is charged for the experts that several tokens touch.
     """
@@ -33,7 +39,7 @@ def measure_costs(
     cached = CachedModel(target, rows)
     cached.reserve(room)
     vocabulary = min(head_size(target), target.get_input_embeddings().weight.shape[0])
-    drafter.open(rows, Sampling(), range(vocabulary))
+    drafter.open(rows, sampling or Sampling(), range(vocabulary))
     texts = [[(row + 7919 * index) % vocabulary for index in range(room)] for row in range(rows)]
     token_ids, positions = pad_right(texts, room, cached.device)
     run = Replayed(lambda visible, *tensors: (cached.forward(0, *tensors, visible),), cached.device, cached.is_whole)

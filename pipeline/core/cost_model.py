@@ -30,6 +30,10 @@ class Costs:
         """v(k): a target pass over k + 1 tokens / over 1 token."""
         return self.target_pass_seconds[k] / self.target_pass_seconds[0]
 
+    def round_cost(self, k: int) -> float:
+        """k c + v(k): a round at draft length k / a plain step."""
+        return k * self.cost_ratio + self.verify_cost(k)
+
     def document(self) -> dict[str, Any]:
         """As metrics.json keeps them; `target_pass_seconds` and `experts_touched` by the number of tokens in the pass."""
         return {
@@ -50,7 +54,7 @@ class Costs:
 
 def measured_cost_speedup(tokens_per_round: float, k: int, costs: Costs) -> float:
     """tokens per round / (k c + v(k))"""
-    return tokens_per_round / (k * costs.cost_ratio + costs.verify_cost(k))
+    return tokens_per_round / costs.round_cost(k)
 
 
 def classic_speedup(token_acceptance: float, k: int, cost_ratio: float) -> float:
@@ -72,6 +76,11 @@ def tokens_per_round(by_position: list[float], k: int) -> float:
     return 1 + sum(by_position[:k])
 
 
+def acceptance_rate(by_position: list[float], k: int) -> float:
+    """Expected share of drafted tokens that is accepted at draft length k."""
+    return sum(by_position[:k]) / k
+
+
 def best_draft_length(by_position: list[float], lengths: list[int], costs: Costs) -> int:
     """The k among `lengths` with the highest measured-cost speedup."""
     return max(lengths, key=lambda k: measured_cost_speedup(tokens_per_round(by_position, k), k, costs))
@@ -80,7 +89,7 @@ def best_draft_length(by_position: list[float], lengths: list[int], costs: Costs
 def break_even_acceptance(k: int, costs: Costs) -> float | None:
     """The chance per drafted token, the same at every position, from which on drafting k tokens is no slower than plain
     decoding; None where it never pays. Solves (1 - a^(k+1)) / (1 - a) = k c + v(k)."""
-    needed = k * costs.cost_ratio + costs.verify_cost(k)
+    needed = costs.round_cost(k)
     if needed > k + 1:
         return None
     low, high = 0.0, 1.0

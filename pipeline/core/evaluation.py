@@ -17,14 +17,17 @@ from pipeline.core.answers import Answer, is_looping
 from pipeline.core.batches import AnswerBatches, answer_logits
 from pipeline.core.decoding import DecodeConfig, Decoder, GeneratedSequence
 from pipeline.core.drafters import Drafter, ModelDrafter, PromptLookupDrafter, head_size
+from pipeline.core.evaluation_settings import PLAIN
 from pipeline.core.generation import prompt_seed
 from pipeline.core.metrics import (
-    acceptance_by_position,
-    interval_of,
+    acceptance_by_position_measure,
+    deviation_measure,
     measure,
     no_data,
+    quantile_measures,
+    quantile_ratio_measure,
+    ratio,
     ratio_measure,
-    resampled_quantiles,
 )
 from pipeline.core.models import max_positions
 from pipeline.core.sampling import Sampling, probabilities
@@ -32,6 +35,7 @@ from pipeline.core.sampling import Sampling, probabilities
 GAP_QUANTILES = {"itl_p50_seconds": 0.50, "itl_p95_seconds": 0.95, "itl_p99_seconds": 0.99}
 JITTER = "itl_jitter_seconds"
 SMOOTHNESS_TOKENS, SMOOTHNESS_QUANTILE = 10, 0.99
+HEADLINE = "headline"  # condition of requests that the headline figures are of
 NO_HEAD = "this candidate has no output head"
 GREEDY_ONLY = "its copies are scored on greedy answers only"
 TOO_SHORT = f"no answer has more than {SMOOTHNESS_TOKENS} tokens"
@@ -42,6 +46,10 @@ class Request:
     """One prompt decoded once: what a service would log, plus the plain run it is paired with."""
 
     candidate: str
+    condition: str  # what it was decoded for: `HEADLINE`, or what else was varied
+    batch: int  # requests decoded together
+    draft_length: int  # k; 0 plainly
+    temperature: float
     prompt_id: str
     domain: str
     task: str
@@ -100,12 +108,46 @@ class Engine:
     target: PreTrainedModel
     config: DecodeConfig
     slots: int = 1
+    condition: str = HEADLINE  # of its requests
     decoders: dict[str, Decoder] = field(default_factory=dict)
 
     def add(self, name: str, drafter: PreTrainedModel | Drafter | None, draft_length: int | None = None) -> None:
         """Without a `draft_length` of its own a candidate drafts as many tokens as `config` says."""
         config = dataclasses.replace(self.config, draft_length=draft_length or self.config.draft_length)
         self.decoders[name] = Decoder(self.target, drafter, config, slots=self.slots)
+
+    def request(self, name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
+        """The run of the decoder `name`, beside the plain run of the same prompt."""
+        pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False)
+        departure = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
+        rounds = run.sequence.rounds
+        return Request(
+            candidate=name,
+            condition=self.condition,
+            batch=self.slots,
+            draft_length=0 if name == PLAIN else self.decoders[name].config.draft_length,
+            temperature=self.config.temperature,
+            prompt_id=answer.prompt_id,
+            domain=answer.domain,
+            task=answer.task,
+            cluster=answer.cluster,
+            prompt_tokens=len(answer.prompt_ids),
+            token_ids=run.sequence.token_ids,
+            seconds=run.seconds,
+            plain_seconds=plain.seconds,
+            ttft_seconds=run.ttft_seconds,
+            plain_ttft_seconds=plain.ttft_seconds,
+            gaps_seconds=run.gaps_seconds,
+            plain_gaps_seconds=plain.gaps_seconds,
+            drafted=[block.drafted for block in rounds],
+            accepted=[block.accepted for block in rounds],
+            emitted=[block.emitted for block in rounds],
+            first_departure=departure,
+        )
+
+    def plain_requests(self, answers: list[Answer], runs: list[Timed]) -> list[Request]:
+        """The plain runs of `answers` as requests of their own."""
+        return [self.request(PLAIN, answer, run, run) for answer, run in zip(answers, runs, strict=True)]
 
 
 def time_candidates(
@@ -128,7 +170,7 @@ def time_candidates(
     total = sum(1 + len(candidates_of(answer)) for answer in answers) * repeats * engine.config.max_new_tokens
     with tqdm(total=total, desc=description, unit=" tokens", unit_scale=True, mininterval=2) as progress:
         for index, answer in enumerate(answers):
-            names = ["plain", *candidates_of(answer)]
+            names = [PLAIN, *candidates_of(answer)]
             runs: dict[str, list[Timed]] = {name: [] for name in names}
             for turn in range(index, index + repeats):
                 for place in range(len(names)):
@@ -136,35 +178,9 @@ def time_candidates(
                     runs[name] += time_lot(engine.decoders[name], [answer], seed)
                     progress.update(len(runs[name][-1].sequence.token_ids))
             median = {name: sorted(timed, key=lambda run: run.seconds)[repeats // 2] for name, timed in runs.items()}
-            plain_runs.append(median["plain"])
-            requests += [paired_request(name, answer, median[name], median["plain"]) for name in names[1:]]
+            plain_runs.append(median[PLAIN])
+            requests += [engine.request(name, answer, median[name], median[PLAIN]) for name in names[1:]]
     return requests, plain_runs
-
-
-def paired_request(name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
-    """The run of the candidate `name`, beside the plain run of the same prompt."""
-    pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False)
-    departure = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
-    rounds = run.sequence.rounds
-    return Request(
-        candidate=name,
-        prompt_id=answer.prompt_id,
-        domain=answer.domain,
-        task=answer.task,
-        cluster=answer.cluster,
-        prompt_tokens=len(answer.prompt_ids),
-        token_ids=run.sequence.token_ids,
-        seconds=run.seconds,
-        plain_seconds=plain.seconds,
-        ttft_seconds=run.ttft_seconds,
-        plain_ttft_seconds=plain.ttft_seconds,
-        gaps_seconds=run.gaps_seconds,
-        plain_gaps_seconds=plain.gaps_seconds,
-        drafted=[block.drafted for block in rounds],
-        accepted=[block.accepted for block in rounds],
-        emitted=[block.emitted for block in rounds],
-        first_departure=departure,
-    )
 
 
 def served_metrics(requests: list[Request], draft_length: int, samples: int) -> dict[str, dict]:
@@ -178,16 +194,14 @@ def served_metrics(requests: list[Request], draft_length: int, samples: int) -> 
     seconds = [request.seconds for request in requests]
     plain = [request.plain_seconds for request in requests]
     tokens = [len(request.token_ids) for request in requests]
-    by_position = acceptance_by_position(
-        [list(zip(request.accepted, request.drafted, strict=True)) for request in requests], draft_length
-    )
+    blocks = [list(zip(request.accepted, request.drafted, strict=True)) for request in requests]
     count = len(requests)
     rounds = [len(request.drafted) for request in requests]
     saved = [all_tokens - own - 1 for all_tokens, own in zip(tokens, rounds, strict=True)]
     return {
         "acceptance_rate": {**ratio_measure(accepted, drafted, clusters, samples), "draft_length": draft_length},
         "mean_acceptance_length": ratio_measure(emitted, rounds, clusters, samples),
-        "acceptance_by_position": measure(by_position, count=count) if by_position else no_data("no round was whole"),
+        "acceptance_by_position": acceptance_by_position_measure(blocks, draft_length, clusters, samples),
         "speedup": ratio_measure(plain, seconds, clusters, samples),
         "tokens_per_second": ratio_measure(tokens, seconds, clusters, samples),
         "plain_tokens_per_second": ratio_measure(tokens, plain, clusters, samples),
@@ -215,15 +229,11 @@ def waiting_metrics(requests: list[Request], samples: int) -> dict[str, dict]:
 
 
 def _gap_metrics(gaps: list[list[float]], clusters: list[str], samples: int, prefix: str) -> dict[str, dict]:
-    every = np.concatenate(gaps)
-    if not len(every):
+    if not any(gaps):
         return {f"{prefix}{name}": no_data("one token each") for name in (*GAP_QUANTILES, JITTER)}
-    drawn = resampled_quantiles(gaps, list(GAP_QUANTILES.values()), clusters, samples)
-    found = {f"{prefix}{JITTER}": measure(float(np.std(every)), count=len(gaps))}
-    for row, (name, quantile) in enumerate(GAP_QUANTILES.items()):
-        interval = None if drawn is None else interval_of(drawn[row])
-        found[f"{prefix}{name}"] = measure(float(np.quantile(every, quantile)), interval, len(gaps))
-    return found
+    found = quantile_measures(gaps, list(GAP_QUANTILES.values()), clusters, samples)
+    named = {f"{prefix}{name}": entry for name, entry in zip(GAP_QUANTILES, found, strict=True)}
+    return {**named, f"{prefix}{JITTER}": deviation_measure(gaps, clusters, samples)}
 
 
 def _smoothness(requests: list[Request], samples: int) -> dict:
@@ -231,10 +241,7 @@ def _smoothness(requests: list[Request], samples: int) -> dict:
     both = [[_waits(getattr(r, name)) for r in requests] for name in ("gaps_seconds", "plain_gaps_seconds")]
     if not all(any(len(waits) for waits in groups) for groups in both):
         return no_data(TOO_SHORT)
-    ours, plain = (np.quantile(np.concatenate(groups), SMOOTHNESS_QUANTILE) for groups in both)
-    drawn = [resampled_quantiles(groups, [SMOOTHNESS_QUANTILE], clusters, samples) for groups in both]
-    interval = None if drawn[0] is None else interval_of(drawn[0] / drawn[1])
-    return measure(float(ours / plain), interval, len(requests))
+    return quantile_ratio_measure(*both, SMOOTHNESS_QUANTILE, clusters, samples)
 
 
 def _waits(gaps: list[float]) -> np.ndarray:
@@ -384,7 +391,8 @@ def lossless_measure(requests: list[Request]) -> dict:
     departures = [
         {"prompt_id": r.prompt_id, "candidate": r.candidate, "token_index": r.first_departure} for r in departed
     ]
-    return {**measure(1 - len(departed) / len(requests), count=len(requests)), "departures": departures}
+    share = ratio([request.first_departure is None for request in requests], [1] * len(requests))
+    return {**measure(share, count=len(requests)), "departures": departures}
 
 
 @torch.inference_mode()

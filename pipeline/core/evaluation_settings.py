@@ -15,7 +15,7 @@ PLAIN, LOOKUP, UNDISTILLED, DISTILLED, CHAMPION = "plain", "prompt_lookup", "und
 NAMES = (PLAIN, LOOKUP, UNDISTILLED, DISTILLED, CHAMPION)
 MAY_BE_ZERO = (
     "timed_prompts_other", "baseline_prompts", "reference_prompts", "near_tie_gap", "sweep_prompts", "batch_prompts",
-    "temperature_prompts",
+    "temperature_prompts", "condition_prompts_other",
 )  # fmt: skip
 
 
@@ -64,6 +64,7 @@ class EvaluateConfig:
     batch_prompts: int  # golden prompts of the target domain decoded at each batch size
     temperatures: List[float]  # beside the serving one
     temperature_prompts: int  # golden prompts of the target domain decoded at each temperature
+    condition_prompts_other: int  # dev or golden prompts of each other domain at every k, batch size and temperature; 0: the target domain alone
     baselines_everywhere: (
         bool  # all candidates at every k, batch size and temperature that is timed, not the distilled alone
     )

@@ -7,6 +7,7 @@ would else cost all the work. It is kept until another run of the stage has fini
 from __future__ import annotations
 
 import shutil
+import uuid
 from pathlib import Path
 
 from pipeline.core.artifacts import atomic_path, file_sizes, read_json, write_json
@@ -40,11 +41,10 @@ def is_finished(state: Path, code: str) -> bool:
 
 def discard_finished(state: Path) -> None:
     """Remove `state` if its run has finished; what an unfinished one left stays."""
-    if (state / FINISHED).is_dir():
-        leaving = state.with_name(f".{state.name}.leaving")  # a kill in the middle leaves no part that looks unfinished
+    if (state / FINISHED).is_dir():  # a kill in the middle leaves no part that looks unfinished
+        state.rename(state.with_name(f".{state.name}.{uuid.uuid4().hex}.leaving"))
+    for leaving in state.parent.glob(".*.leaving"):  # those of killed runs too
         shutil.rmtree(leaving, ignore_errors=True)
-        state.rename(leaving)
-        shutil.rmtree(leaving)
 
 
 def finished_beside(state: Path) -> list[Path]:

@@ -339,7 +339,8 @@ def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) 
         (config.batch_prompts, config.batch_sizes),
     ):
         candidates = 4 + len(config.siblings) if config.baselines_everywhere else 2
-        runs += candidates * min(prompts, golden[domain]) * len(conditions)
+        elsewhere = [min(config.condition_prompts_other, n) for name, n in golden.items() if name != domain]
+        runs += candidates * sum([min(prompts, golden[domain]), *elsewhere]) * len(conditions)
     return runs * config.max_new_tokens + 2 * config.lossless_prompts * config.lossless_new_tokens
 
 

@@ -23,7 +23,7 @@ NO_NUMBERS = (
     "predicted_speedup",
     "acceptance_by_position",
 )  # of METRICS: none of a domain
-NO_INTERVAL = (LOSSLESS, PROMPTS, "draft_share", "peak_bytes", "itl_jitter_seconds", "plain_itl_jitter_seconds")
+NO_INTERVAL = (LOSSLESS, PROMPTS, "draft_share", "peak_bytes")
 EACH = "each"  # a check's domain that stands for every measured one
 
 OPERATORS = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}

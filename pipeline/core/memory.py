@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from pipeline.core.answers import Answer
 from pipeline.core.evaluation_settings import Contestants
 from pipeline.core.footprint import GIB, kv_cache_bytes
-from pipeline.core.metrics import measure, no_data, ratio
+from pipeline.core.metrics import no_data, ratio, scaled
 
 
 def memory(
@@ -53,10 +53,7 @@ def _bytes(model: PreTrainedModel, positions: int) -> dict[str, int]:
 def _efficiency(extra: int, measured: dict[str, dict]) -> dict[str, Any]:
     """Target passes saved per token and GiB of `extra` bytes."""
     saved = measured.get("target_passes_saved") or no_data("not measured in this domain")
-    if not extra or saved["value"] is None:
-        return no_data(saved["reason"] or "it takes no memory")
-    interval = saved["interval"] and [end / extra * GIB for end in saved["interval"]]
-    return measure(saved["value"] / extra * GIB, interval, saved["count"])
+    return scaled(saved, GIB / extra) if extra or saved["value"] is None else no_data("it takes no memory")
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -82,8 +82,11 @@ WAITS = ("ttft_seconds", "ttft_ratio", "itl_p95_seconds", "smoothness", "latency
 
 
 def measure(
-    value: float | None, interval: tuple[float, float] | None = None, count: int = 0, reason: str | None = None
-):
+    value: float | list[float] | None,
+    interval: tuple[float, float] | None = None,
+    count: int = 0,
+    reason: str | None = None,
+) -> dict[str, Any]:
     """The form every number has in metrics.json: value, 95 % interval, number of prompts, reason when there is none."""
     return {"value": value, "interval": list(interval) if interval else None, "count": count, "reason": reason}
 
@@ -112,7 +115,53 @@ def ratio_measure(
     return measure(value, interval_of(drawn[0] / drawn[1]) if drawn is not None else None, len(denominators))
 
 
-def resampled_quantiles(
+def scaled(entry: dict[str, Any], factor: float) -> dict[str, Any]:
+    """A measure times `factor`, and the ends of its interval with it."""
+    if entry["value"] is None:
+        return entry
+    interval = entry["interval"] and sorted(end * factor for end in entry["interval"])
+    return {**entry, "value": entry["value"] * factor, "interval": interval}
+
+
+def quantile_measures(
+    groups: Sequence[Sequence[float]], quantiles: Sequence[float], clusters: Sequence[str], samples: int
+) -> list[dict[str, Any]]:
+    """Of each quantile of the pooled values of `groups`, of which there is one per prompt and at least one value."""
+    values = np.quantile(np.concatenate(groups), quantiles)
+    drawn = _resampled_quantiles(groups, quantiles, clusters, samples)
+    ends = [None] * len(values) if drawn is None else map(interval_of, drawn)
+    return [measure(float(value), interval, len(groups)) for value, interval in zip(values, ends, strict=True)]
+
+
+def quantile_ratio_measure(
+    ours: Sequence[Sequence[float]],
+    theirs: Sequence[Sequence[float]],
+    quantile: float,
+    clusters: Sequence[str],
+    samples: int,
+) -> dict[str, Any]:
+    """A quantile of the pooled values of `ours` / that of `theirs`, paired by prompt; each has at least one value."""
+    value, other = (np.quantile(np.concatenate(groups), quantile) for groups in (ours, theirs))
+    drawn = [_resampled_quantiles(groups, [quantile], clusters, samples) for groups in (ours, theirs)]
+    interval = None if drawn[0] is None else interval_of(drawn[0] / drawn[1])
+    return measure(float(value / other), interval, len(ours))
+
+
+def deviation_measure(groups: Sequence[Sequence[float]], clusters: Sequence[str], samples: int) -> dict[str, Any]:
+    """Standard deviation of the pooled values of `groups`, of which there is one per prompt and at least one value."""
+    every = np.concatenate(groups)
+    centred = [np.asarray(group, dtype=float) - every.mean() for group in groups]  # so that squares keep their digits
+    counts = [len(group) for group in centred]
+    sums = [group.sum() for group in centred], [np.square(group).sum() for group in centred]
+    drawn = _resampled([sums[0], counts, sums[1], counts], clusters, samples, seed=0)
+    interval = None
+    if drawn is not None:
+        variance = drawn[2] / drawn[3] - (drawn[0] / drawn[1]) ** 2
+        interval = interval_of(np.sqrt(np.clip(variance, 0, None)))
+    return measure(float(np.std(every)), interval, len(groups))
+
+
+def _resampled_quantiles(
     groups: Sequence[Sequence[float]],
     quantiles: Sequence[float],
     clusters: Sequence[str],
@@ -181,17 +230,41 @@ def acceptance_by_position(sequences: Sequence[Sequence[tuple[int, int]]], draft
     `sequences`: (accepted, drafted) of each round of each sequence. A last round that is short was cut by the end of its
     sequence and is left out; elsewhere a drafter that proposed fewer tokens missed the positions after them.
     """
-    runs = np.array(
-        [
-            accepted
-            for rounds in sequences
-            for index, (accepted, drafted) in enumerate(rounds)
-            if drafted == draft_length or index < len(rounds) - 1
-        ]
-    )
-    if not len(runs):
-        return None
-    return [float((runs >= position).mean()) for position in range(1, draft_length + 1)]
+    hits, rounds = _by_position(sequences, draft_length)
+    return [ratio(own, rounds) for own in hits] if sum(rounds) else None
+
+
+def acceptance_by_position_measure(
+    sequences: Sequence[Sequence[tuple[int, int]]], draft_length: int, clusters: Sequence[str], samples: int
+) -> dict[str, Any]:
+    """`acceptance_by_position` as a measure: a value per position, and an interval per position."""
+    hits, rounds = _by_position(sequences, draft_length)
+    entries = [ratio_measure(own, rounds, clusters, samples) for own in hits]
+    if not sum(rounds):
+        return no_data("no round was whole")
+    intervals = [entry["interval"] for entry in entries]
+    return {
+        **measure([entry["value"] for entry in entries], count=len(sequences)),
+        "interval": None if None in intervals else intervals,
+    }
+
+
+def _by_position(
+    sequences: Sequence[Sequence[tuple[int, int]]], draft_length: int
+) -> tuple[list[list[int]], list[int]]:
+    """Of each sequence the rounds in which position i was accepted, [draft_length][sequences], and all that count."""
+    runs = [
+        np.array(
+            [
+                accepted
+                for index, (accepted, drafted) in enumerate(rounds)
+                if drafted == draft_length or index < len(rounds) - 1
+            ]
+        )
+        for rounds in sequences
+    ]
+    hits = [[int((own >= position).sum()) for own in runs] for position in range(1, draft_length + 1)]
+    return hits, [len(own) for own in runs]
 
 
 def expected_acceptance_by_position(overlaps: Sequence[Sequence[float]], draft_length: int) -> list[float] | None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.core.cost_model import Costs
 from pipeline.core.gating import CANDIDATE
-from pipeline.core.metrics import no_data
+from pipeline.core.metrics import no_data, scaled
 
 TOKEN_ACCEPTANCE = "token_acceptance_trimmed_head"
 SHARES = (TOKEN_ACCEPTANCE, "token_acceptance_full_head", "token_acceptance_without_loops", "acceptance_rate")
@@ -124,17 +125,12 @@ def money(roi: dict[str, Any]) -> str:
     if saving["value"] <= 0:
         enough = figures["break_even_speedup"]
         above = f"above a speedup of {quantity(enough['value'], 'ratio')}" if enough["value"] else "at no speedup"
-        return f"costs {measured(_negated(saving), 'money')} {currency} a month more than it saves; it pays {above}"
+        return f"costs {measured(scaled(saving, -1), 'money')} {currency} a month more than it saves; it pays {above}"
     unsure = f", {months['reason']}" if months["reason"] else ""
     return (
         f"saves {measured(saving, 'money')} {currency} a month, {measured(share, 'share')} of the cost; paid back after"
         f" {measured(months, 'months')}{unsure}"
     )
-
-
-def _negated(entry: dict[str, Any]) -> dict[str, Any]:
-    interval = entry["interval"] and [-end for end in reversed(entry["interval"])]
-    return {**entry, "value": -entry["value"], "interval": interval}
 
 
 def words(name: str) -> str:
@@ -167,9 +163,9 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
             if (entry := found(metrics, candidate, domain, metric))["value"] is not None
         ],
         "acceptance_by_position": [
-            {"candidate": candidate, "position": position, "value": share}
+            {"candidate": candidate, "position": position, **row}
             for candidate in candidates(metrics)
-            for position, share in enumerate(_by_position(metrics, candidate), start=1)
+            for position, row in enumerate(_by_position(metrics, candidate), start=1)
         ],
         "speedup": [
             {
@@ -186,13 +182,18 @@ def plot_tables(documents: Documents) -> dict[str, list[dict[str, Any]]]:
             {**{name: row[name] for name in ("draft_length", "predicted_speedup")}, "speedup": row["speedup"]["value"]}
             for row in metrics["by_draft_length"]
         ],
-        "verify_cost": _verify_cost_rows(metrics["costs"]),
+        "verify_cost": _verify_cost_rows(Costs.from_document(metrics["costs"])),
     }
 
 
-def _by_position(metrics: dict[str, Any], candidate: str) -> list[float]:
+def _by_position(metrics: dict[str, Any], candidate: str) -> list[dict[str, float | None]]:
     """Acceptance by position on the target domain; empty where the candidate was not decoded."""
-    return found(metrics, candidate, metrics["domain"], "acceptance_by_position")["value"] or []
+    entry = found(metrics, candidate, metrics["domain"], "acceptance_by_position")
+    shares = entry["value"] or []
+    intervals = entry["interval"] or [None] * len(shares)
+    return [
+        {"value": share, **_ends({"interval": interval})} for share, interval in zip(shares, intervals, strict=True)
+    ]
 
 
 def _ends(entry: dict[str, Any]) -> dict[str, float | None]:
@@ -200,8 +201,8 @@ def _ends(entry: dict[str, Any]) -> dict[str, float | None]:
     return {"lower": lower, "upper": upper}
 
 
-def _verify_cost_rows(costs: dict[str, Any]) -> list[dict[str, Any]]:
-    seconds = {int(tokens): value for tokens, value in costs["target_pass_seconds"].items()}
+def _verify_cost_rows(costs: Costs) -> list[dict[str, Any]]:
     return [
-        {"tokens": tokens, "seconds": value, "ratio": value / seconds[1]} for tokens, value in sorted(seconds.items())
+        {"tokens": k + 1, "seconds": seconds, "ratio": costs.verify_cost(k)}
+        for k, seconds in sorted(costs.target_pass_seconds.items())
     ]

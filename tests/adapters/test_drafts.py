@@ -313,13 +313,5 @@ def test_a_killed_stage_goes_on_and_a_changed_setting_begins_anew(narrower, monk
     assert len(list((narrower.root / ".cache" / "distill").iterdir())) == 1, "what the first one kept is gone"
 
 
-def test_two_processes_never_distil_the_same_draft_at_once(narrower):
-    with distill._alone("0123"), distill._alone("4567"), pytest.raises(PipelineError, match="Another process distils"):
-        with distill._alone("0123"):
-            pytest.fail("both went on")
-    with distill._alone("0123"):
-        pass
-
-
 def test_without_a_choice_the_record_says_so(narrower):
     assert read_draft_facts(narrower.distilled(narrower.start("pruned")))["layer_choice"] is None

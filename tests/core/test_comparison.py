@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import json
@@ -26,7 +27,7 @@ from pipeline.core.sampling import Sampling
 
 CONFIG = EvaluateConfig(
     siblings=[],
-    repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2, baselines_everywhere=False,
+    repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2, condition_prompts_other=0, baselines_everywhere=False,
     max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
     draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
     bootstrap_samples=50, tokens_per_forward=200,
@@ -96,7 +97,24 @@ def test_other_conditions_are_rows_of_their_own(pair):
     target, draft = pair
     golden = answers(target, 5, "legal")
     config = dataclasses.replace(CONFIG, sweep_prompts=1, batch_sizes=[2, 4, 8], temperatures=[0.0, 0.7], repeats=2)
-    metrics = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics
+    outcome = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0)
+    metrics = outcome.metrics
+    decoded = collections.Counter(
+        (r.condition, r.candidate, r.batch, r.temperature) for r in outcome.requests if r.condition != "headline"
+    )
+    own, plain = ({key: n for key, n in decoded.items() if key[1] == name} for name in ("distilled", "plain"))
+    assert own == {
+        ("draft_length", "distilled", 1, 0.0): 2, ("batch", "distilled", 2, 0.0): 4, ("batch", "distilled", 4, 0.0): 4,
+        ("temperature", "distilled", 1, 0.7): 2,
+    }  # fmt: skip
+    assert list(plain.values()) == list(own.values()) and len(decoded) == len(own) + len(plain), (
+        "each beside its plain run"
+    )
+    swept = [r for r in outcome.requests if (r.condition, r.candidate) == ("draft_length", "distilled")]
+    assert [r.draft_length for r in swept] == [1, 2] and max(swept[0].drafted) == 1
+    assert {r.draft_length for r in outcome.requests if r.candidate == "plain"} == {0}
+    documents = {answer.prompt_id: answer.cluster for answer in golden}
+    assert all(r.cluster == documents[r.prompt_id] for r in outcome.requests), "documents, not lots"
     two, four, eight = metrics["by_batch"]
     assert (two["batch"], two["speedup"]["count"], four["speedup"]["count"]) == (2, 4, 4)
     assert two["speedup"]["interval"] is None, "two lots are too few for one"
@@ -107,6 +125,9 @@ def test_other_conditions_are_rows_of_their_own(pair):
     assert 0.999 <= rate <= 2.001, "of two requests together, each lasts at most as long as the lot"
     assert 0 < two["target_passes_saved"]["value"] < 1
     assert all(value > 0 for value in two["predicted_speedup"].values()) and two["costs"]["cost_ratio"] > 0
+    rounds = [r for r in outcome.requests if (r.condition, r.candidate, r.batch) == ("batch", "distilled", 2)]
+    counted = sum(sum(r.accepted) for r in rounds) / sum(sum(r.drafted) for r in rounds)
+    assert two["acceptance_rate"]["value"] == pytest.approx(counted), "the raw counts give the row's figure"
     assert two["others"] == {}
     assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1
     assert eight["speedup"]["value"] is None
@@ -166,7 +187,8 @@ def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
     costs_of = {"prompt_lookup": dataclasses.replace(costs, draft_step_seconds=0.0), "distilled": costs}
     found = suited_lengths(models, expected, costs_of, DecodeSettings(), config)
     assert found == {"prompt_lookup": 5, "distilled": 1}
-    assert suited_lengths(models, {}, costs_of, DecodeSettings(), config) == {"prompt_lookup": None, "distilled": None}
+    nothing = suited_lengths(models, {}, costs_of, DecodeSettings(), config)
+    assert nothing == {"prompt_lookup": 1, "distilled": 1}, "where nothing is expected, the cheapest round"
 
 
 def test_all_candidates_are_measured_everywhere_where_that_is_asked_for(pair):
@@ -193,26 +215,58 @@ def test_all_candidates_are_measured_everywhere_where_that_is_asked_for(pair):
     assert by_task["predicted_speedup"]["measured-cost"] > 0
 
 
+def test_other_domains_are_measured_under_all_conditions_where_that_is_asked_for(pair, monkeypatch):
+    """With costs by batch size that are measured once for all of them; their k by batch is that of the target domain."""
+    target, draft = pair
+    golden, real, sizes = answers(target, 4, "legal") + answers(target, 3, "code"), conditions.measure_costs, []
+
+    def counting(*arguments):
+        sizes.append(arguments[5])
+        return real(*arguments)
+
+    monkeypatch.setattr(conditions, "measure_costs", counting)
+    config = dataclasses.replace(CONFIG, condition_prompts_other=2, sweep_prompts=1)
+    dev = [*golden[:2], *golden[4:6]]
+    outcome = evaluate(contestants(target, draft), dev, golden, DecodeSettings(), config, seed=0)
+    metrics = outcome.metrics
+    json.dumps(metrics, allow_nan=False)
+    (code,) = metrics["other_domains"].values()
+    assert list(metrics["other_domains"]) == ["code"] and sizes.count(2) == 1
+    (two,), (warm,), swept = code["by_batch"], code["by_temperature"], code["by_draft_length"]
+    assert (two["speedup"]["count"], warm["speedup"]["count"]) == (2, 2)
+    assert two["draft_length"] == metrics["by_batch"][0]["draft_length"]
+    assert two["costs"] == metrics["by_batch"][0]["costs"] and two["predicted_speedup"]["classic"] > 0
+    assert [row["draft_length"] for row in swept] == [1, 2] and swept[0]["speedup"]["count"] == 2
+    assert all(0 < row["expected_acceptance_rate"] <= 1 for row in swept)
+    found = {(r.condition, r.domain) for r in outcome.requests}
+    assert {("batch", "code"), ("temperature", "code"), ("draft_length", "code")} < found
+    three = dataclasses.replace(config, batch_sizes=[3])
+    (row,) = evaluate(contestants(target, draft), dev, golden, DecodeSettings(), three, seed=0).metrics[
+        "other_domains"
+    ]["code"]["by_batch"]
+    assert row["speedup"]["reason"] == "2 prompts make no lot of 3: raise evaluate.condition_prompts_other"
+
+
 @pytest.mark.parametrize("place", ["costs", "lots"])
 def test_what_does_not_fit_into_memory_costs_its_row_alone(pair, monkeypatch, place):
     target, draft = pair
     golden = answers(target, 5, "legal")
     real = conditions.measure_costs
 
-    def costly(*arguments):
-        if arguments[-1] == 4:
+    def unless_four(rows: int, measured, *arguments):
+        if rows == 4:
             raise torch.OutOfMemoryError("out of memory")
-        return real(*arguments)
+        return measured(*arguments)
 
     config = dataclasses.replace(CONFIG, batch_sizes=[2, 4])
     if place == "costs":
-        monkeypatch.setattr(conditions, "measure_costs", costly)
+        monkeypatch.setattr(conditions, "measure_costs", lambda *given: unless_four(given[5], real, *given))
     else:
         lots = conditions.Conditions._lots_timed
         monkeypatch.setattr(
             conditions.Conditions,
             "_lots_timed",
-            lambda own, found, k: costly(4) if len(found[0]) == 4 else lots(own, found, k),
+            lambda own, found, k: unless_four(len(found[0]), lots, own, found, k),
         )
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     two, four = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics[
@@ -313,7 +367,7 @@ def test_the_champion_is_compared_prompt_by_prompt(pair):
     rates = [found["acceptance_rate"]["value"] for found in (ours, theirs)]
     assert versus["acceptance_rate_difference"]["value"] == pytest.approx(rates[0] - rates[1])
     seconds = {
-        c: sum(r.seconds for r in outcome.requests if r.candidate == c and r.domain == "legal")
+        c: sum(r.seconds for r in outcome.requests if (r.candidate, r.condition, r.domain) == (c, "headline", "legal"))
         for c in ("distilled", "champion")
     }
     assert versus["speedup_ratio"]["value"] == pytest.approx(seconds["champion"] / seconds["distilled"])

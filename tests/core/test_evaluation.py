@@ -14,6 +14,10 @@ from pipeline.core.evaluation import Request, judge_departures, near_tie_gap
 
 RUN = Request(
     candidate="distilled",
+    condition="headline",
+    batch=1,
+    draft_length=3,
+    temperature=0.0,
     prompt_id="p",
     domain="legal",
     task="continuation",
@@ -64,10 +68,15 @@ def test_the_gap_is_that_of_the_float32_logits(target):
 
 
 def test_raw_counts_are_one_row_per_request_and_round(tmp_path):
-    write_requests(tmp_path, [RUN, dataclasses.replace(RUN, candidate="prompt_lookup")])
+    under_load = dataclasses.replace(RUN, condition="batch", batch=4, draft_length=2)
+    write_requests(tmp_path, [RUN, dataclasses.replace(RUN, candidate="prompt_lookup"), under_load])
     requests, rounds = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("requests", "rounds"))
-    assert [row["candidate"] for row in requests] == ["distilled", "prompt_lookup"]
-    assert [(r["drafted"], r["accepted"], r["emitted"]) for r in rounds if r["candidate"] == "distilled"] == [
-        (3, 1, 2),
-        (1, 1, 1),
+    assert [row["candidate"] for row in requests] == ["distilled", "prompt_lookup", "distilled"]
+    names = ("request", "condition", "batch", "draft_length", "temperature", "tokens_drafted", "tokens_accepted")
+    assert [tuple(row[name] for name in names) for row in requests[::2]] == [
+        (0, "headline", 1, 3, 0.0, 4, 2),
+        (2, "batch", 4, 2, 0.0, 4, 2),
     ]
+    for number in range(3):
+        own = [(row["drafted"], row["accepted"], row["emitted"]) for row in rounds if row["request"] == number]
+        assert own == [(3, 1, 2), (1, 1, 1)], "each round names its request"

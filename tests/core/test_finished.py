@@ -54,3 +54,6 @@ def test_only_finished_states_are_removed(outputs, tmp_path):
     for key in ("b", "c", "absent"):
         discard_finished(stage / key)
     assert sorted(path.name for path in stage.iterdir()) == ["a", "c"]
+    (stage / ".d.1f.leaving" / "half").mkdir(parents=True)
+    discard_finished(stage / "c")
+    assert sorted(path.name for path in stage.iterdir()) == ["a", "c"], "nor does what a killed run was removing stay"

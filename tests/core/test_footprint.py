@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from tiny_settings import distill_config, on_policy_config
@@ -247,7 +249,7 @@ def test_memory_of_training_counts_every_model_and_the_head_that_the_loss_sees()
 def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     config = EvaluateConfig(
         siblings=[],
-    repeats=1, sweep_prompts=1, batch_sizes=[2, 4], batch_prompts=8, temperatures=[0.7], baselines_everywhere=False, temperature_prompts=3,
+    repeats=1, sweep_prompts=1, batch_sizes=[2, 4], batch_prompts=8, temperatures=[0.7], baselines_everywhere=False, temperature_prompts=3, condition_prompts_other=0,
         max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3,
         dev_prompts=2, draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
         bootstrap_samples=10, tokens_per_forward=64,
@@ -255,6 +257,9 @@ def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     own, others, baselines, once = 2 * 5, 2 * 6, 2 * 5, 3 + 2
     expected = (own + others + baselines + once + 2 * (1 * 1 + 3 * 1 + 5 * 2)) * 10 + 2 * 4 * 5
     assert footprint.decoded_tokens(config, {"legal": 5, "code": 9}, "legal") == expected
+    elsewhere = dataclasses.replace(config, condition_prompts_other=6)
+    more = 2 * 6 * (1 + 1 + 2) * 10
+    assert footprint.decoded_tokens(elsewhere, {"legal": 5, "code": 9}, "legal") == expected + more
 
 
 @pytest.mark.parametrize("config", [BloomConfig(hidden_size=32, n_layer=1, n_head=2), MambaConfig(num_hidden_layers=1)])

@@ -6,12 +6,16 @@ import pytest
 from pipeline.core.evaluation import Agreement, Request, agreement_metrics, waiting_metrics
 from pipeline.core.metrics import (
     acceptance_by_position,
+    acceptance_by_position_measure,
     aggregate,
+    deviation_measure,
     difference_measure,
     expected_acceptance_by_position,
+    no_data,
+    quantile_measures,
     ratio,
     ratio_measure,
-    resampled_quantiles,
+    scaled,
 )
 
 
@@ -106,7 +110,7 @@ def requests_of(*pairs: tuple[list[float], list[float]]) -> list[Request]:
     """One request per pair of gaps, with the draft and without, each of a document of its own."""
     return [
         Request(
-            "distilled", str(index), "legal", "continuation", str(index), 8, [0], 2.0, 3.0, 0.2, 0.1, ours, plain, [2], [1],
+            "distilled", "headline", 1, 3, 0.0, str(index), "legal", "continuation", str(index), 8, [0], 2.0, 3.0, 0.2, 0.1, ours, plain, [2], [1],
             [2], None,
         )
         for index, (ours, plain) in enumerate(pairs)
@@ -125,17 +129,62 @@ def test_smoothness_is_the_worst_wait_for_ten_tokens():
     both = waiting_metrics(requests_of((bursts, even), (stalled, even), (even, even)), 200)
     low, high = both["smoothness"]["interval"]
     assert low == pytest.approx(1.0) and high == pytest.approx(2.9), "one document may be drawn alone"
-    assert both["itl_p50_seconds"]["interval"] is not None and both["itl_jitter_seconds"]["interval"] is None
+    assert both["itl_p50_seconds"]["interval"] is not None
+    jitter = both["itl_jitter_seconds"]
+    assert jitter["value"] == pytest.approx(np.std(bursts + stalled + even))
+    assert jitter["interval"][0] == pytest.approx(0, abs=1e-9), "the even document drawn alone"
+    assert jitter["interval"][0] < jitter["value"] < jitter["interval"][1] <= np.std(stalled) + 1e-9
+
+
+def test_a_deviation_is_resampled_by_document():
+    rng = np.random.default_rng(3)
+    groups, clusters = [(1e3 + rng.random(size)).tolist() for size in (7, 3, 12, 5)], ["a", "b", "a", "c"]
+    found = deviation_measure(groups, clusters, 200)
+    pooled = []
+    for names in np.random.default_rng(0).integers(3, size=(200, 3)):
+        values = [v for name in names for own, group in zip(clusters, groups) if own == "abc"[name] for v in group]
+        pooled.append(np.std(values))
+    assert found["interval"] == pytest.approx(np.quantile(pooled, [0.025, 0.975]))
+    assert found["value"] == pytest.approx(np.std(np.concatenate(groups))) and found["count"] == 4
+    assert deviation_measure(groups, ["a"] * 4, 200)["interval"] is None
+
+
+def test_acceptance_by_position_has_an_interval_at_each_position():
+    """Two documents of one round each, accepted in full and not at all: a draw of both, or of one twice."""
+    sequences, documents = [[(2, 2), (2, 2)], [(0, 2), (0, 2)]], ["a", "b"]
+    found = acceptance_by_position_measure(sequences, 2, documents, 200)
+    assert found["value"] == [0.5, 0.5] and found["interval"] == [[0.0, 1.0], [0.0, 1.0]] and found["count"] == 2
+    assert acceptance_by_position_measure(sequences, 2, ["a", "a"], 200)["interval"] is None
+    assert acceptance_by_position_measure([[(1, 2)]], 4, ["a"], 200)["reason"] == "no round was whole"
+    rng = np.random.default_rng(0)
+    many = [[(int(rng.integers(4)), 3) for _ in range(5)] for _ in range(40)]
+    found = acceptance_by_position_measure(many, 3, [str(i) for i in range(40)], 500)
+    assert found["value"] == acceptance_by_position(many, 3)
+    for share, (low, high) in zip(found["value"], found["interval"], strict=True):
+        assert low < share < high and high - low < 0.2
+
+
+def test_a_measure_is_scaled_with_its_interval():
+    entry = {"value": 2.0, "interval": [1.0, 4.0], "count": 3, "reason": None}
+    assert scaled(entry, -2) == {**entry, "value": -4.0, "interval": [-8.0, -2.0]}
+    assert (
+        scaled({**entry, "interval": None}, 3)["value"] == 6.0
+        and scaled({**entry, "interval": None}, 3)["interval"] is None
+    )
+    assert scaled(no_data("none"), 3) == no_data("none")
 
 
 def test_quantiles_of_resampled_documents_are_those_of_their_pooled_values():
     rng = np.random.default_rng(3)
     groups, clusters = [rng.random(size).tolist() for size in (7, 3, 12, 5)], ["a", "b", "a", "c"]
-    found = resampled_quantiles(groups, [0.5, 0.99], clusters, 20, seed=4)
-    drawn = np.random.default_rng(4).integers(3, size=(20, 3))
-    for column, names in enumerate(drawn):
+    found = quantile_measures(groups, [0.5, 0.99], clusters, 20)
+    drawn = []
+    for names in np.random.default_rng(0).integers(3, size=(20, 3)):
         pooled = [
             value for name in names for own, group in zip(clusters, groups) if own == "abc"[name] for value in group
         ]
-        assert found[:, column] == pytest.approx(np.quantile(pooled, [0.5, 0.99], method="inverted_cdf"))
-    assert resampled_quantiles(groups, [0.5], ["a"] * 4, 20) is None
+        drawn.append(np.quantile(pooled, [0.5, 0.99], method="inverted_cdf"))
+    for entry, values in zip(found, np.transpose(drawn), strict=True):
+        assert entry["interval"] == pytest.approx(np.quantile(values, [0.025, 0.975]))
+    assert [entry["value"] for entry in found] == pytest.approx(np.quantile(np.concatenate(groups), [0.5, 0.99]))
+    assert quantile_measures(groups, [0.5], ["a"] * 4, 20)[0]["interval"] is None
