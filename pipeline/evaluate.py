@@ -3,11 +3,12 @@
 Reads:  data/draft, data/answers/{dev,golden}, the target, data/champion/metrics.json if any (and the draft that it names, from
         the registry).
 Writes: data/eval/metrics.json (everything), summary.json (headline figures, the DVC metric), requests.parquet and
-        rounds.parquet (raw counts).
+        rounds.parquet (raw counts of all that was timed).
 Does:   token acceptance on all golden answers; the draft length chosen on dev; acceptance, speed and waiting times of prompt
         lookup, siblings off the shelf, the undistilled and the distilled draft and the champion on golden prompts, paired with
-        plain decoding; the distilled draft by draft length, batch size and temperature; losslessness in float32. A
-        candidate that is not to be had is skipped by name.
+        plain decoding; the distilled draft, or with evaluate.baselines_everywhere all of them, by draft length, batch size and
+        temperature, on the target domain or on all (evaluate.condition_prompts_other); losslessness in float32. A candidate
+        that is not to be had is skipped by name.
 """
 
 from __future__ import annotations

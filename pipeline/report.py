@@ -4,17 +4,21 @@ Reads:  data/prompts/stats.json, data/draft/draft.json, data/distill/history.csv
         data/gate/verdict.json, data/registry/receipt.json, data/provenance/ as far as it is there.
 Writes: data/report/index.html (self-contained), data/report/roi.json (what the draft saves on the sheet of conf/roi),
         data/report/plots/*.csv (what its charts draw, for `dvc plots`).
-Does:   renders, then enforces the gate: with gate.enforce=true a failed verdict ends the stage with exit code 1.
+Does:   renders, then enforces the gate: with gate.enforce=true a failed verdict ends the stage with exit code 1. A report
+        that ends well joins the MLflow run of the pipeline; a store that does not answer costs a line.
 """
 
 from __future__ import annotations
 
 import csv
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import hydra
+from omegaconf import OmegaConf
 
 from pipeline.adapters.report_page import render
 from pipeline.core.artifacts import atomic_path, read_json, write_json
@@ -22,7 +26,7 @@ from pipeline.core.errors import PipelineError
 from pipeline.core.report_page import Documents, plot_tables
 from pipeline.core.roi import RoiConfig, roi
 from pipeline.gate import GateConfig
-from pipeline.stage import execute, input_path, output_path, read_provenance
+from pipeline.stage import STORE_TIMEOUT_SECONDS, execute, input_path, output_path, read_provenance
 
 STAGES = ("prepare", "generate", "distill", "evaluate", "gate", "register")
 PLOT_COLUMNS = {
@@ -47,6 +51,7 @@ def run(config: Config) -> None:
 
     Raises `PipelineError` when an artifact is missing and, after the report exists, when an enforced gate failed.
     """
+    began = time.time()
     documents = _read_documents(config.roi)
     plots = plot_tables(documents)
     with atomic_path(output_path("data/report")) as folder:
@@ -61,6 +66,17 @@ def run(config: Config) -> None:
         names = ", ".join(f"{item['metric']} ({item['domain']})" for item in failed)
         remedy = "see the remedy of each check in data/report/index.html."
         raise PipelineError(f"The gate {documents.verdict['gate']!r} failed: {names}.", remedy)
+    _log(config, documents.receipt, began)
+
+
+def _log(config: Config, receipt: dict[str, Any], began: float) -> None:
+    from pipeline.adapters.mlflow_tree import log_report
+
+    page, text = output_path("data/report/index.html"), OmegaConf.to_yaml(OmegaConf.structured(config))
+    try:
+        log_report(receipt["tracking_uri"], STORE_TIMEOUT_SECONDS, receipt["run_id"], text, page, began)
+    except PipelineError as error:
+        print(f"the report is not logged in MLflow: {error.reason}", file=sys.stderr)
 
 
 def _read_documents(sheet: RoiConfig) -> Documents:

@@ -48,7 +48,7 @@ def test_distillation_is_tracked(clone):
     parent = client.get_run(receipt["run_id"])
     tree = client.search_runs([parent.info.experiment_id], f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'")
     assert {run.info.run_name: run.info.status for run in [parent, *tree]} == dict.fromkeys(
-        ["tiny-legal-draft", "prepare", "generate", "distill", "evaluate", "gate", "register"], "FINISHED"
+        ["tiny-legal-draft", *STAGES], "FINISHED"
     )
     assert {"fingerprint.prompts", "fingerprint.answers", "dvc_lock", "git_commit"} <= set(parent.data.tags)
     (run,) = [run for run in tree if run.info.run_name == "distill"]

@@ -550,8 +550,9 @@ def evaluated(root: Path, acceptance: float, passed: bool = True) -> None:
     (root / "data/distill/history.csv").write_text("step,tokens,loss\n1,10,2.0\n")
 
 
-def test_a_champion_of_the_server_loads_on_another_machine(root, server, request, tmp_path):
-    """R05: registered, promoted, measured anew and promoted again; then all local files are gone."""
+def test_a_champion_of_the_server_loads_on_another_machine(root, server, request, tmp_path, tmp_path_factory):
+    """R05: registered, promoted, its weights lost by the store, measured anew and promoted again; then all local files are
+    gone."""
     registry, ids = registry_at(server, root, request), [5, 9, 33, 2]
     build_draft(root / "data/draft")
     weights = (root / "data/draft/model.safetensors").stat().st_size
@@ -560,6 +561,8 @@ def test_a_champion_of_the_server_loads_on_another_machine(root, server, request
     evaluated(root, acceptance=0.5)
     register.run(register.Config(registry.config))
     promote.promote(registry.config)
+    (stored,) = tmp_path_factory.getbasetemp().glob("server*/artifacts/**/model/model.safetensors")
+    stored.unlink()
     evaluated(root, acceptance=0.55)
     register.run(register.Config(registry.config))
     promote.promote(registry.config)

@@ -167,19 +167,22 @@ def test_the_same_weights_measured_anew_are_the_same_version(project, store, tmp
         assert f"acceptance_rate (legal): {value}" in artifact(store, found["run_id"], "README.md").read_text()
 
 
-@pytest.mark.parametrize("anew", [False, True], ids=["the same evidence", "measured anew"])
-def test_a_known_version_whose_weights_have_gone_from_the_store_is_made_whole(project, store, tmp_path, anew):
-    name = f"gone-{anew}"
+@pytest.mark.parametrize(
+    ("lost", "anew"), [("model", False), ("model", True), ("components", False), ("MLmodel", False)]
+)
+def test_a_known_version_of_which_files_have_gone_from_the_store_is_made_whole(project, store, tmp_path, lost, anew):
+    name = f"gone-{lost}-{anew}"
     register.run(config(name))
     version = store.client.get_model_version(name, "1")
     kept = Path(store.client.get_run(version.run_id).info.artifact_uri.removeprefix("file://")) / "draft"
-    shutil.rmtree(kept / "model")
+    (shutil.rmtree if (kept / lost).is_dir() else Path.unlink)(kept / lost)
     with pytest.raises(PipelineError, match="cannot be downloaded"):
-        store.download(name, "1", "model", tmp_path / "before")
+        store.download(name, "1", lost, tmp_path / "before")
     if anew:
         write_verdict(project, acceptance=0.7)
     register.run(config(name))
     assert receipt(project)["version"] == "1"
+    assert store.download(name, "1", lost, tmp_path / "after").exists()
     folder = store.download(name, "1", "model", tmp_path)
     assert (folder / "model.safetensors").read_bytes() == (project / "data/draft/model.safetensors").read_bytes()
     tags = store.version_tags(name, "1")

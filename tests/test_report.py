@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import yaml
 from dependencies import ROOT
+from tiny_projects import fresh_registry
 
 from pipeline import report, stage
 from pipeline.core.artifacts import read_json, write_json
@@ -125,7 +128,7 @@ def sample_candidates(domain):
         },
     }
     undistilled = {
-        domain: {**teacher_forced(0.071, 0.069), **served(0.03, 0.6214, [0.08, 0.02, 0.01, 0.0])},
+        domain: {**teacher_forced(0.071, 0.069), **served(0.03, 0.6214, [0.08, 0.02])},
         "code": teacher_forced(0.052, 0.054),
         "all": {**teacher_forced(0.062, 0.064), **served(0.03, 0.6214, [0.08, 0.02, 0.01, 0.0])},
     }
@@ -292,9 +295,16 @@ class Text(HTMLParser):
 
 
 @pytest.fixture
-def project(tmp_path, monkeypatch):
+def project(tmp_path, monkeypatch, request):
     monkeypatch.setattr(stage, "PROJECT_ROOT", tmp_path)
+    if "store" not in request.fixturenames:
+        monkeypatch.setattr(report, "_log", lambda *_: None)
     return tmp_path
+
+
+@pytest.fixture
+def store(tmp_path):
+    return fresh_registry(tmp_path)
 
 
 def test_the_page_carries_the_headline_and_every_section(project, capsys):
@@ -337,6 +347,7 @@ def test_the_page_carries_the_headline_and_every_section(project, capsys):
         "8 prompt lookup 6",
         "1.38×",
         "it takes no memory",
+        "beyond its k",
         "is 1,500.0 MiB",
         "269.0 MiB",
         "predicted on dev",
@@ -364,6 +375,28 @@ def test_the_page_names_the_code_and_the_prompts_it_rests_on(project):
     cells = Text(page_of(project)).cells
     assert cells[cells.index("git commit of distill") + 1] == "0123456789abcdef"
     assert "git commit of gate" not in cells and cells[cells.index("golden prompts") + 1] == "90de"
+
+
+def test_the_rows_of_other_domains_stand_below_those_of_the_target_domain(project):
+    metrics = sample_metrics()
+    names = ("by_draft_length", "by_batch", "by_temperature")
+    found = {name: copy.deepcopy(metrics[name]) for name in names}
+    found["by_batch"][0]["speedup"] = entry(1.07, 0.01)
+    found["by_draft_length"][0]["speedup"] = entry(1.03, 0.01)
+    found["by_temperature"][0]["speedup"] = entry(1.01, 0.001)
+    write_artifacts(project, metrics=metrics | {"other_domains": {"code": found}})
+    report.run(config())
+    text = Text(page_of(project)).text
+    assert re.search(r"legal 8 distilled 3 .* code 8 distilled 3 .*1\.07×", text)
+    assert re.search(r"legal 1 distilled .* code 1 distilled .*1\.03×", text)
+    assert re.search(r"legal 0\.7 distilled 4 .* code 0\.7 distilled 4 .*1\.01×", text)
+
+
+def test_acceptance_by_position_is_shown_with_its_interval(project):
+    write_artifacts(project)
+    report.run(config())
+    heads = "candidate position 1 position 2 position 3 position 4"
+    assert f"{heads} distilled 71.0 % 66.0–75.0 % 55.0 % 50.0–59.0 %" in Text(page_of(project)).text
 
 
 def test_the_champion_is_compared_where_there_is_one(project):
@@ -557,6 +590,28 @@ def test_a_missing_artifact_is_named_and_leaves_no_report(project, name):
     with pytest.raises(PipelineError, match=f"{name} does not exist.*dvc repro"):
         report.run(config())
     assert not (project / "data/report").exists()
+
+
+def test_a_report_that_ends_well_joins_the_tree(project, store, capsys):
+    """R06"""
+    with store.run("an experiment", "a pipeline", {}) as parent:
+        pass
+    receipt = {"registered": False, "reason": "r", "model_name": "m", "version": None, "alias": None}
+    receipt |= {"fingerprint": "f", "run_id": parent, "tracking_uri": store.uri}
+    write_artifacts(project, receipt=receipt)
+    report.run(config())
+    (child,) = store.client.search_runs([store.client.get_run(parent).info.experiment_id], "tags.stage = 'report'")
+    assert (child.info.run_name, child.info.status) == ("report", "FINISHED")
+    assert child.data.tags["mlflow.parentRunId"] == parent and child.info.end_time >= child.info.start_time
+    logged = store.client.download_artifacts(child.info.run_id, "index.html")
+    assert Path(logged).read_text(encoding="utf-8") == page_of(project)
+    assert "enforce: false" in Path(store.client.download_artifacts(child.info.run_id, "config.yaml")).read_text()
+    write_artifacts(project, receipt=receipt | {"tracking_uri": "http://127.0.0.1:9"})
+    capsys.readouterr()
+    report.run(config())
+    message = capsys.readouterr().err
+    assert message.startswith("the report is not logged in MLflow: The MLflow store http://127.0.0.1:9 cannot be used")
+    assert message.count("\n") == 1 and page_of(project)
 
 
 def test_the_same_artifacts_give_the_same_page(project):

@@ -99,9 +99,12 @@ class MlflowStore(RunStore):
         """Store the model of a version again, as `register_version` did, where files of `draft` have gone from the store."""
         with errors_of(self.uri):
             run_id = self.client.get_model_version(model_name, version).run_id
-            listed = self.client.list_artifacts(run_id, f"{MODEL_ARTIFACT}/model")
-        stored = {Path(item.path).name: item.file_size for item in listed}
-        if any(stored.get(path.name) != path.stat().st_size for path in draft.iterdir() if path.is_file()):
+            places = ("", "/components/tokenizer", "/model")
+            listed = [item for place in places for item in self.client.list_artifacts(run_id, MODEL_ARTIFACT + place)]
+        stored = {item.path: item.file_size for item in listed}
+        weights = {f"{MODEL_ARTIFACT}/model/{path.name}": path.stat().st_size for path in draft.iterdir()}
+        needed = [f"{MODEL_ARTIFACT}/{name}" for name in ("MLmodel", "components/tokenizer/tokenizer_config.json")]
+        if not weights.items() <= stored.items() or not stored.keys() >= {*needed}:
             self._log_model(run_id, draft, files, card, dtype)
 
     def _log_model(self, run_id: str, draft: Path, files: list[Path], card: str, dtype: str) -> None:

@@ -135,6 +135,11 @@ class RunStore:
             tags = tag_texts({**made_by(os.getpid()), **tags})
             return self.client.create_run(experiment_id, _milliseconds(began), tags, run_name)
 
+    def experiment_of(self, run_id: str) -> str:
+        """The name of the experiment that a run belongs to."""
+        with errors_of(self.uri):
+            return self.client.get_experiment(self.client.get_run(run_id).info.experiment_id).name
+
     def newest_run(self, experiment_name: str, tags: dict[str, str]) -> Run | None:
         """The run of an experiment that carries all `tags` and began last, or None."""
         with errors_of(self.uri):

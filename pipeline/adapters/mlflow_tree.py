@@ -7,7 +7,7 @@ from what they wrote: their configuration, their figures, and start and duration
 theirs would make each of them wait for the store, let an edit in here answer all prompts anew, and leave the stages that
 DVC skips out of the tree, whereas what these wrote belongs to it. One that stops before its end leaves a tree of its own,
 FAILED or KILLED, of the pipeline's run and the stage (`pipeline.log_stopped`). The report, drawn from the same files
-afterwards, leaves a run only then.
+afterwards, joins the tree with its page.
 
 A live run has one parent, the first tree that was completed with the draft that it made. Later trees of the same draft (the
 evaluation or the gate changed) log distillation from its files, and name the live run in a tag.
@@ -23,7 +23,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.adapters.mlflow_store import RunStore, child_of, is_child
+from pipeline.adapters.mlflow_store import RunStore, check_store, child_of, is_child
 from pipeline.adapters.mlflow_tracking import curve_points
 
 LIVE = "distill"  # the stage that is tracked while it works
@@ -75,6 +75,16 @@ def join_live(store: RunStore, experiment_name: str, parent: str, stage: Finishe
         return
     tags = {**stage.tags, "live_run": live.info.run_id} if live is not None else stage.tags
     log_finished(store, experiment_name, parent, replace(stage, tags=tags))
+
+
+def log_report(uri: str, timeout_seconds: float, parent: str, config: str, page: Path, began: float) -> None:
+    """Log the report, begun at `began` (Unix seconds) and finished now, as a child of the run `parent` in the store `uri`."""
+    check_store(uri, timeout_seconds)
+    store = RunStore(uri)
+    tags = {**child_of(parent), "stage": "report"}
+    with store.run(store.experiment_of(parent), "report", tags, (began, time.time())) as run_id:
+        store.log_text(run_id, "config.yaml", config)
+        store.log_files(run_id, {page.name: page})
 
 
 def _points(history: Path) -> list[tuple[str, float, int, int]]:

@@ -33,6 +33,7 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "latency": _latency_table(metrics),
         "tasks": _group_table("task", metrics["by_task"][CANDIDATE]),
         "prompt_lengths": _group_table("prompt tokens", metrics["by_prompt_length"][CANDIDATE]),
+        "draft_lengths": _length_table(metrics),
         "batches": _row_table(metrics, "batch", "requests together", SERVED_BRIEFLY, predicted=True),
         "batch_waits": _row_table(metrics, "batch", "requests together", WAITS),
         "temperatures": _row_table(
@@ -46,12 +47,10 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
 
 def condition_lines(metrics: dict[str, Any]) -> dict[str, tuple[dict[str, list[tuple[int, float]]], str, str]]:
     """Charts over whole numbers: lines by label, unit, and what the numbers are."""
-    lines = {}
-    for domain, rows in _everywhere(metrics, "by_draft_length"):
-        place = "" if domain == metrics["domain"] else f", {domain}"
-        lines[f"predicted on dev{place}"] = [(row["draft_length"], row["predicted_speedup"]) for row in rows]
-        timed = [(row["draft_length"], row["speedup"]["value"]) for row in rows]
-        lines[f"measured on dev{place}"] = [(k, value) for k, value in timed if value is not None]
+    rows = metrics["by_draft_length"]
+    lines = {"predicted on dev": [(row["draft_length"], row["predicted_speedup"]) for row in rows]}
+    timed = [(row["draft_length"], row["speedup"]["value"]) for row in rows]
+    lines["measured on dev"] = [(k, value) for k, value in timed if value is not None]
     return {"draft_lengths": (lines, "ratio", "draft length k")}
 
 
@@ -119,6 +118,29 @@ def _row_table(metrics: dict[str, Any], key: str, title: str, names: tuple[str, 
                 table.append([*named, number_or_reason(k, "tokens", "none"), *cells, *extra])
     heads = ["domain", title, "candidate", "k", *map(_heading, names), *(["predicted speedup"] if predicted else [])]
     return Table(heads, table)
+
+
+def _length_table(metrics: dict[str, Any]) -> Table:
+    """What is expected of the distilled draft at each k, and what was measured of each candidate."""
+    table = []
+    for domain, rows in _everywhere(metrics, "by_draft_length"):
+        for row in rows:
+            for candidate, own in {CANDIDATE: row, **row["others"]}.items():
+                expected = [own.get(name) for name in ("expected_acceptance_rate", "predicted_speedup")]
+                cells = [measure_cell(own[name], METRICS[name].unit) for name in ("acceptance_rate", "speedup")]
+                table.append(
+                    [
+                        Cell(domain),
+                        number_cell(row["draft_length"], "tokens"),
+                        Cell(words(candidate)),
+                        number_or_reason(expected[0], "share", "not predicted"),
+                        cells[0],
+                        number_or_reason(expected[1], "ratio", "not predicted"),
+                        cells[1],
+                    ]
+                )
+    heads = ["expected acceptance rate", "measured", "predicted speedup", "measured"]
+    return Table(["domain", "k", "candidate", *heads], table)
 
 
 def _everywhere(metrics: dict[str, Any], name: str) -> list[tuple[str, list[dict[str, Any]]]]:

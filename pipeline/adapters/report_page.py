@@ -301,7 +301,7 @@ def _position_table(rows: list[dict[str, Any]]) -> Table:
     width = len(positions) + 1
     return Table(
         ["candidate", *(f"position {position}" for position in positions)],
-        [cells + [Cell("", kind="missing")] * (width - len(cells)) for cells in shown.values()],
+        [cells + [Cell("beyond its k", kind="missing")] * (width - len(cells)) for cells in shown.values()],
     )
 
 

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from pipeline.core import cost_model
 from pipeline.core.answers import Answer
 from pipeline.core.conditions import (
+    CONTEXT_TOKENS,
     Conditions,
     agreement,
     costs_of_candidates,
@@ -59,7 +60,7 @@ from pipeline.core.models import max_positions
 from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
 
-COST_CONTEXT_TOKENS, COST_REPEATS = 128, 9
+COST_REPEATS = 9
 EXPERT_TEXTS = 16  # golden prompts with answers over which the experts of a mixture are counted
 GAP_WORTH_A_WARNING = 0.1
 PROMPT_LENGTHS = ((1024, "under 1k"), (4096, "1k to 4k"), (16_384, "4k to 16k"), (1 << 62, "above 16k"))  # tokens
@@ -166,10 +167,8 @@ def _side_tables(
     )
 
     def chosen(answers: dict[str, list[Answer]], count: int) -> dict[str, list[Answer]]:
-        return {
-            name: pick(found, count if name == domain else config.condition_prompts_other)
-            for name, found in answers.items()
-        }
+        elsewhere = config.condition_prompts_other if count else 0
+        return {name: pick(found, count if name == domain else elsewhere) for name, found in answers.items()}
 
     swept, warmed = chosen(dev_of, config.sweep_prompts), chosen(golden_of, config.temperature_prompts)
     by_batch = conditions.by_batch(chosen(golden_of, config.batch_prompts), candidates)
@@ -200,7 +199,7 @@ def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -
 def _costs(models: Contestants, dev: list[Answer], lengths: list[int], sampling: Sampling) -> cost_model.Costs:
     """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
     draft = models.drafter()
-    costs = measure_costs(models.target, draft, lengths, COST_CONTEXT_TOKENS, COST_REPEATS, sampling=sampling)
+    costs = measure_costs(models.target, draft, lengths, CONTEXT_TOKENS, COST_REPEATS, sampling=sampling)
     texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
     costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
     return costs
@@ -239,6 +238,7 @@ def _roster(
     """The golden prompts that are decoded, and by which candidates each."""
     always = [name for name in models.drafts if name in (DISTILLED, CHAMPION)]
     everyone = [LOOKUP, *models.drafts]
+    elsewhere = config.timed_prompts_other if config.baselines_everywhere else 0
     timed: list[Answer] = []
     roster: dict[str, list[str]] = {}
     for name, answers in aggregate(golden, lambda answer: answer.domain).items():
@@ -247,7 +247,7 @@ def _roster(
         own = name == models.domain
         chosen = pick(answers, config.timed_prompts if own else config.timed_prompts_other)
         for index, answer in enumerate(chosen):
-            roster[answer.prompt_id] = everyone if own and index < config.baseline_prompts else always
+            roster[answer.prompt_id] = everyone if index < (config.baseline_prompts if own else elsewhere) else always
         timed = chosen + timed if own else timed + chosen
     return timed, roster
 

@@ -92,12 +92,19 @@ def expected_acceptances(
 ) -> dict[str, list[float] | None]:
     """Acceptance by position of every candidate: `by_position` for the distilled draft, which was decoded on dev; for the
     others what their teacher-forced agreement on `dev` predicts. None where there is nothing to count."""
-    expected = {DISTILLED: by_position}
-    for name in (LOOKUP, *models.drafts) if dev else ():
-        if name != DISTILLED:
-            overlaps = [row.overlaps for row in agreement(models, name, dev, settings.sampling, config)]
-            expected[name] = expected_acceptance_by_position(overlaps, max(config.draft_lengths))
-    return expected
+    others = [name for name in (LOOKUP, *models.drafts) if name != DISTILLED] if dev else []
+    return {
+        DISTILLED: by_position,
+        **{name: agreed_by_position(models, name, dev, settings, config) for name in others},
+    }
+
+
+def agreed_by_position(
+    models: Contestants, name: str, dev: list[Answer], settings: DecodeConfig, config: EvaluateConfig
+) -> list[float] | None:
+    """Acceptance by position, up to `settings.draft_length`, that teacher-forced agreement on `dev` predicts."""
+    found = agreement(models, name, dev, settings.sampling, config) if dev else []
+    return expected_acceptance_by_position([row.overlaps for row in found], settings.draft_length)
 
 
 def costs_of_candidates(
@@ -209,8 +216,8 @@ class Conditions:
         what teacher-forced agreement on the answers `dev` predicts. None where there is nothing to count."""
         if domain == self.models.domain:
             return self.expected[DISTILLED]
-        found = agreement(self.models, DISTILLED, dev, self.settings.sampling, self.config) if dev else []
-        return expected_acceptance_by_position([row.overlaps for row in found], max(self.config.draft_lengths))
+        longest = dataclasses.replace(self.settings, draft_length=max(self.costs[DISTILLED].target_pass_seconds))
+        return agreed_by_position(self.models, DISTILLED, dev, longest, self.config)
 
     def by_draft_length(self, prompts: list[Answer], by_position: list[float] | None) -> list[dict[str, Any]]:
         """One row per k on dev prompts: what measured costs and the acceptance `by_position` predict, and what was timed on
@@ -276,19 +283,21 @@ class Conditions:
         return rows
 
     def _at_batch(self, answers: list[Answer], size: int, domain: str, agreed: dict[str, dict]) -> dict[str, Any]:
-        """A row but for its size, of the distilled draft alone where memory does not hold all candidates."""
+        """A row but for its size; where memory does not hold all candidates, those beside the distilled draft have none."""
         prompts = sorted(answers, key=lambda answer: answer.cluster)
         lots = [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
         setting = "batch_prompts" if domain == self.models.domain else "condition_prompts_other"
         reason = f"{len(prompts)} prompts make no lot of {size}: raise evaluate.{setting}"
+        others: dict[str, Any] = {}
         for names in dict.fromkeys((tuple(self.names), (DISTILLED,))) if lots else ():
             try:
-                return self._under_load(lots, size, agreed, names)
+                row = self._under_load(lots, size, agreed, names)
+                return {**row, "others": {**others, **row["others"]}}
             except torch.OutOfMemoryError:  # what was measured before is not lost
                 reason = f"{size} requests together do not fit into memory"
+                others = {name: _no_row(f"{reason} with all candidates") for name in names if name != DISTILLED}
             torch.cuda.empty_cache()  # the exception holds its tensors no more
-        nothing = {"draft_length": None, "predicted_speedup": None, "costs": None, "others": {}}
-        return {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))}
+        return {**_no_row(reason), "others": others}
 
     def _under_load(
         self, lots: list[list[Answer]], size: int, agreed: dict[str, dict], names: tuple[str, ...]
@@ -353,6 +362,12 @@ class Conditions:
             for name, timed in runs.items():
                 counted[name].append(sorted(timed, key=lambda run: run.seconds)[repeats // 2])
         return counted
+
+
+def _no_row(reason: str) -> dict[str, Any]:
+    """A row of a batch size without any measure."""
+    nothing = {"draft_length": None, "predicted_speedup": None, "costs": None}
+    return {**nothing, **dict.fromkeys((*SERVED_BRIEFLY, *WAITS), no_data(reason))}
 
 
 def _row(found: dict[str, dict[str, Any]]) -> dict[str, Any]:

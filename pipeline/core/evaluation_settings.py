@@ -65,9 +65,7 @@ class EvaluateConfig:
     temperatures: List[float]  # beside the serving one
     temperature_prompts: int  # golden prompts of the target domain decoded at each temperature
     condition_prompts_other: int  # dev or golden prompts of each other domain at every k, batch size and temperature; 0: the target domain alone
-    baselines_everywhere: (
-        bool  # all candidates at every k, batch size and temperature that is timed, not the distilled alone
-    )
+    baselines_everywhere: bool  # all candidates in every domain and at every k, batch size and temperature that is timed, not the distilled alone
     lookup_ngram: int  # longest n-gram that prompt lookup matches
     lossless_prompts: int  # golden prompts decoded in float32 when the timed runs are not
     lossless_new_tokens: int  # tokens of each

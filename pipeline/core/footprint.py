@@ -331,7 +331,8 @@ def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) 
     """Tokens that evaluate decodes one by one; `golden`: prompts of each domain, `domain` the target domain."""
     others = sum(min(config.timed_prompts_other, count) for name, count in golden.items() if name != domain)
     own = min(config.timed_prompts, golden[domain])
-    baselines = (2 + len(config.siblings)) * min(config.baseline_prompts, own)
+    compared = min(config.baseline_prompts, own) + (others if config.baselines_everywhere else 0)
+    baselines = (2 + len(config.siblings)) * compared
     runs = 2 * (own + others) + baselines + config.reference_prompts + config.dev_prompts
     for prompts, conditions in (
         (config.sweep_prompts, config.draft_lengths),

@@ -52,8 +52,9 @@ def _bytes(model: PreTrainedModel, positions: int) -> dict[str, int]:
 
 def _efficiency(extra: int, measured: dict[str, dict]) -> dict[str, Any]:
     """Target passes saved per token and GiB of `extra` bytes."""
-    saved = measured.get("target_passes_saved") or no_data("not measured in this domain")
-    return scaled(saved, GIB / extra) if extra or saved["value"] is None else no_data("it takes no memory")
+    if not extra:
+        return no_data("it takes no memory")
+    return scaled(measured.get("target_passes_saved") or no_data("not measured in this domain"), GIB / extra)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:

@@ -83,11 +83,12 @@ WAITS = ("ttft_seconds", "ttft_ratio", "itl_p95_seconds", "smoothness", "latency
 
 def measure(
     value: float | list[float] | None,
-    interval: tuple[float, float] | None = None,
+    interval: Sequence[float] | list[list[float]] | None = None,
     count: int = 0,
     reason: str | None = None,
 ) -> dict[str, Any]:
-    """The form every number has in metrics.json: value, 95 % interval, number of prompts, reason when there is none."""
+    """The form every number has in metrics.json: value, 95 % interval, number of prompts, reason when there is none; with a
+    value for each of several positions there is a list of intervals."""
     return {"value": value, "interval": list(interval) if interval else None, "count": count, "reason": reason}
 
 
@@ -243,10 +244,7 @@ def acceptance_by_position_measure(
     if not sum(rounds):
         return no_data("no round was whole")
     intervals = [entry["interval"] for entry in entries]
-    return {
-        **measure([entry["value"] for entry in entries], count=len(sequences)),
-        "interval": None if None in intervals else intervals,
-    }
+    return measure([entry["value"] for entry in entries], None if None in intervals else intervals, len(sequences))
 
 
 def _by_position(

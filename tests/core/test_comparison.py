@@ -194,7 +194,7 @@ def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
 def test_all_candidates_are_measured_everywhere_where_that_is_asked_for(pair):
     """A sibling off the shelf, prompt lookup and the rest beside the distilled draft: by batch size, temperature and k."""
     target, draft = pair
-    golden = answers(target, 5, "legal")
+    golden = answers(target, 5, "legal") + answers(target, 2, "code")
     models = contestants(target, draft)
     models.drafts["small sibling"] = Draft(noisy_copy(target, 0.05), list(range(100)))
     config = dataclasses.replace(CONFIG, baselines_everywhere=True, sweep_prompts=1)
@@ -207,6 +207,8 @@ def test_all_candidates_are_measured_everywhere_where_that_is_asked_for(pair):
             assert own["speedup"]["value"] > 0 and own["draft_length"] >= 1, name
     assert two["others"]["small sibling"]["costs"]["cost_ratio"] > 0
     assert warm["others"]["small sibling"]["token_acceptance_trimmed_head"]["value"] > 0
+    for name in others:
+        assert metrics["candidates"][name]["code"]["speedup"]["count"] == 1, "in other domains too"
     own = metrics["candidates"]["small sibling"]["legal"]
     assert own["acceptance_rate"]["draft_length"] == metrics["draft_lengths"]["small sibling"]
     assert own["speedup"]["count"] == 2 and metrics["cost_ratios"]["small sibling"] > 0
@@ -240,11 +242,17 @@ def test_other_domains_are_measured_under_all_conditions_where_that_is_asked_for
     assert all(0 < row["expected_acceptance_rate"] <= 1 for row in swept)
     found = {(r.condition, r.domain) for r in outcome.requests}
     assert {("batch", "code"), ("temperature", "code"), ("draft_length", "code")} < found
-    three = dataclasses.replace(config, batch_sizes=[3])
-    (row,) = evaluate(contestants(target, draft), dev, golden, DecodeSettings(), three, seed=0).metrics[
-        "other_domains"
-    ]["code"]["by_batch"]
+    other = dataclasses.replace(config, batch_sizes=[3], sweep_prompts=0, temperature_prompts=0)
+    longer = DecodeSettings(draft_length=4)
+    found = evaluate(contestants(target, draft), dev, golden, longer, other, seed=0).metrics["other_domains"]["code"]
+    (row,), (*_, longest) = found["by_batch"], found["by_draft_length"]
     assert row["speedup"]["reason"] == "2 prompts make no lot of 3: raise evaluate.condition_prompts_other"
+    assert found["by_temperature"] == [] and longest["speedup"]["reason"] == "not timed", "as on the target domain"
+    scored = conditions.agreed_by_position(
+        contestants(target, draft), "distilled", dev[2:], DecodeConfig(draft_length=4, max_new_tokens=1), other
+    )
+    assert longest["draft_length"] == 4 and len(scored) == 4
+    assert longest["expected_acceptance_rate"] == pytest.approx(np.mean(scored)), "all four positions"
 
 
 @pytest.mark.parametrize("place", ["costs", "lots"])
@@ -292,7 +300,21 @@ def test_where_all_candidates_do_not_fit_the_draft_is_measured_alone(pair, monke
     (two,) = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics[
         "by_batch"
     ]
-    assert two["speedup"]["value"] > 0 and two["others"] == {}
+    assert two["speedup"]["value"] > 0 and set(two["others"]) == {"prompt_lookup", "undistilled"}
+    for own in two["others"].values():
+        assert own["speedup"]["reason"] == "2 requests together do not fit into memory with all candidates"
+        assert own["draft_length"] is None and own["costs"] is None
+
+
+def test_what_was_not_decoded_has_its_reason(pair):
+    """Neither lookup, which takes no memory, nor the undistilled draft decodes anything."""
+    target, draft = pair
+    golden = answers(target, 4, "legal")
+    config = dataclasses.replace(CONFIG, baseline_prompts=0, batch_sizes=[])
+    metrics = evaluate(contestants(target, draft), golden[:2], golden, DecodeSettings(), config, seed=0).metrics
+    efficiency = {name: own["memory_efficiency"] for name, own in metrics["memory"]["candidates"].items()}
+    assert efficiency["prompt_lookup"]["reason"] == "it takes no memory"
+    assert efficiency["undistilled"]["reason"] == "not measured in this domain" and efficiency["distilled"]["value"] > 0
 
 
 def test_a_draft_with_a_shorter_context_is_compared_on_the_answers_that_both_saw():

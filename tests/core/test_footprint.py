@@ -260,6 +260,9 @@ def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     elsewhere = dataclasses.replace(config, condition_prompts_other=6)
     more = 2 * 6 * (1 + 1 + 2) * 10
     assert footprint.decoded_tokens(elsewhere, {"legal": 5, "code": 9}, "legal") == expected + more
+    everyone = dataclasses.replace(config, baselines_everywhere=True)
+    more = 2 * 6 + (4 - 2) * (1 * 1 + 3 * 1 + 5 * 2)
+    assert footprint.decoded_tokens(everyone, {"legal": 5, "code": 9}, "legal") == expected + more * 10
 
 
 @pytest.mark.parametrize("config", [BloomConfig(hidden_size=32, n_layer=1, n_head=2), MambaConfig(num_hidden_layers=1)])
