@@ -561,7 +561,8 @@ def test_a_champion_of_the_server_loads_on_another_machine(root, server, request
     evaluated(root, acceptance=0.5)
     register.run(register.Config(registry.config))
     promote.promote(registry.config)
-    (stored,) = tmp_path_factory.getbasetemp().glob("server*/artifacts/**/model/model.safetensors")
+    run_id = registry.store.client.get_model_version(registry.name, "1").run_id
+    (stored,) = tmp_path_factory.getbasetemp().glob(f"server*/artifacts/**/{run_id}/**/model.safetensors")
     stored.unlink()
     evaluated(root, acceptance=0.55)
     register.run(register.Config(registry.config))

@@ -182,7 +182,7 @@ def test_lookup_drafts_long_where_the_text_repeats_itself(pair):
     ]
     models, config = contestants(target, draft), dataclasses.replace(CONFIG, draft_lengths=[1, 5])
     costs = Costs(0.9, {0: 1.0, 1: 1.0, 5: 1.1})
-    settings = DecodeConfig(draft_length=1, max_new_tokens=12, allowed_token_ids=range(100))
+    settings = DecodeConfig(draft_length=5, max_new_tokens=12, allowed_token_ids=range(100))
     expected = expected_acceptances(models, repeating, [0.4, 0.1], settings, config)
     costs_of = {"prompt_lookup": dataclasses.replace(costs, draft_step_seconds=0.0), "distilled": costs}
     found = suited_lengths(models, expected, costs_of, DecodeSettings(), config)
