@@ -74,9 +74,10 @@ def _log(config: Config, receipt: dict[str, Any], began: float) -> None:
 
     page, text = output_path("data/report/index.html"), OmegaConf.to_yaml(OmegaConf.structured(config))
     try:
-        log_report(receipt["tracking_uri"], STORE_TIMEOUT_SECONDS, receipt["run_id"], text, page, began)
-    except PipelineError as error:
-        print(f"the report is not logged in MLflow: {error.reason}", file=sys.stderr)
+        log_report(receipt["tracking_uri"], STORE_TIMEOUT_SECONDS, receipt["run_id"], text, page, began, input_path(""))
+    except Exception as error:  # whatever the client of the artifact store raises
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        print(f"the report is not logged in MLflow: {line}", file=sys.stderr)
 
 
 def _read_documents(sheet: RoiConfig) -> Documents:

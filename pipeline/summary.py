@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -115,15 +114,15 @@ def _check_registered(receipt: dict[str, Any]) -> None:
     if not receipt["registered"]:
         return
     from pipeline.adapters.mlflow_registry import MlflowStore
-    from pipeline.adapters.mlflow_store import check_store
+    from pipeline.adapters.mlflow_store import check_store, is_gone
 
     uri, name, version = (receipt[key] for key in ("tracking_uri", "model_name", "version"))
     lacking = PipelineError(
         f"data/registry/receipt.json names {name} version {version}, which the MLflow store {uri} lacks.",
         "bring that store back, or delete data/registry/receipt.json and run `make repro` to register anew.",
     )
-    if uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists():
-        raise lacking  # check_store would create an empty store there
+    if is_gone(uri):
+        raise lacking
     check_store(uri, STORE_TIMEOUT_SECONDS)
     if MlflowStore(uri).version_fingerprint(name, version) != receipt["fingerprint"]:
         raise lacking

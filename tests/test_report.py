@@ -606,12 +606,29 @@ def test_a_report_that_ends_well_joins_the_tree(project, store, capsys):
     logged = store.client.download_artifacts(child.info.run_id, "index.html")
     assert Path(logged).read_text(encoding="utf-8") == page_of(project)
     assert "enforce: false" in Path(store.client.download_artifacts(child.info.run_id, "config.yaml")).read_text()
-    write_artifacts(project, receipt=receipt | {"tracking_uri": "http://127.0.0.1:9"})
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [("http://127.0.0.1:9", "The MLflow store http://127.0.0.1:9 cannot be used"), ("sqlite:////nowhere/m.db", "is gone"),
+     (None, "no space left")],
+)  # fmt: skip
+def test_a_store_that_fails_costs_the_report_a_line(project, store, capsys, monkeypatch, uri, reason):
+    def full(*_):
+        raise OSError("no space left")
+
+    with store.run("an experiment", "a pipeline", {}) as parent:
+        pass
+    monkeypatch.setattr("pipeline.adapters.mlflow_store.RunStore.log_files", full)
+    receipt = {"registered": False, "reason": "r", "model_name": "m", "version": None, "alias": None}
+    write_artifacts(
+        project, receipt={**receipt, "fingerprint": "f", "run_id": parent, "tracking_uri": uri or store.uri}
+    )
     capsys.readouterr()
     report.run(config())
     message = capsys.readouterr().err
-    assert message.startswith("the report is not logged in MLflow: The MLflow store http://127.0.0.1:9 cannot be used")
-    assert message.count("\n") == 1 and page_of(project)
+    assert message.startswith("the report is not logged in MLflow: ") and reason in message and message.count("\n") == 1
+    assert page_of(project) and not Path("/nowhere").exists()
 
 
 def test_the_same_artifacts_give_the_same_page(project):

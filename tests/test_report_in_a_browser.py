@@ -22,6 +22,7 @@ def page(tmp_path_factory) -> str:
     root = tmp_path_factory.mktemp("project")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stage, "PROJECT_ROOT", root)
+        patch.setattr(report, "_log", lambda *_: None)
         write_artifacts(root, sample_metrics())
         report.run(config())
         return page_of(root)

@@ -104,9 +104,11 @@ def test_a_stage_of_the_pipeline_that_stops_says_so_and_why(tmp_path, monkeypatc
     monkeypatch.setattr(pipeline.stage, "_log_stopped", lambda *handed: logged.append(handed))
     interrupting = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background has it ignored
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(BaseException):
-        pipeline.stage.execute(lambda _: stop(), Config, OmegaConf.create({"seed": 0}))
-    signal.signal(signal.SIGINT, interrupting)
+    try:
+        with pytest.raises(BaseException):
+            pipeline.stage.execute(lambda _: stop(), Config, OmegaConf.create({"seed": 0}))
+    finally:
+        signal.signal(signal.SIGINT, interrupting)
     (((stage, ended, began, why), config),) = logged
     assert OmegaConf.create(config) == {"seed": 0}
     assert (stage, ended) == ("test_stage", status) and float(began) > 0 and why.startswith(reason)

@@ -102,9 +102,14 @@ class MlflowStore(RunStore):
             places = ("", "/components/tokenizer", "/model")
             listed = [item for place in places for item in self.client.list_artifacts(run_id, MODEL_ARTIFACT + place)]
         stored = {item.path: item.file_size for item in listed}
-        weights = {f"{MODEL_ARTIFACT}/model/{path.name}": path.stat().st_size for path in draft.iterdir()}
-        needed = [f"{MODEL_ARTIFACT}/{name}" for name in ("MLmodel", "components/tokenizer/tokenizer_config.json")]
-        if not weights.items() <= stored.items() or not stored.keys() >= {*needed}:
+        sizes = {path.name: path.stat().st_size for path in draft.iterdir() if path.is_file()}
+        weights = {f"{MODEL_ARTIFACT}/model/{name}": size for name, size in sizes.items()}
+        tokenizer = [
+            f"components/tokenizer/{name}" for name in sizes.keys() & {"tokenizer.json", "tokenizer_config.json"}
+        ]
+        evidence = [f"model/{name}" for name in ("README.md", *(file.name for file in files))]
+        needed = {f"{MODEL_ARTIFACT}/{name}" for name in ("MLmodel", *tokenizer, *evidence)}
+        if not weights.items() <= stored.items() or not needed <= stored.keys():
             self._log_model(run_id, draft, files, card, dtype)
 
     def _log_model(self, run_id: str, draft: Path, files: list[Path], card: str, dtype: str) -> None:

@@ -30,6 +30,7 @@ from mlflow import MlflowClient
 from mlflow.entities import LifecycleStage, Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID
+from requests import RequestException
 
 from pipeline.core.ending import ending
 from pipeline.core.errors import PipelineError
@@ -87,6 +88,17 @@ def check_store(uri: str, timeout_seconds: float) -> None:
     except (OSError, ValueError, sqlite3.Error, http.client.HTTPException) as error:
         reason = f"The MLflow store {_without_password(uri)} cannot be used: {error}."
         raise PipelineError(reason, STORE_REMEDY) from None
+
+
+def is_gone(uri: str) -> bool:
+    """Whether the SQLite file of `uri` is not there; `check_store` would put an empty store in its place."""
+    return uri.startswith("sqlite:///") and not Path(uri.removeprefix("sqlite:///")).exists()
+
+
+def limit_requests(timeout_seconds: float) -> None:
+    """Let a server that stops answering cost seconds; MLflow's own retries would hold a stage up for minutes."""
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(math.ceil(timeout_seconds)))
 
 
 def git_tags(root: Path) -> dict[str, str]:
@@ -281,7 +293,8 @@ def _check_server(uri: str, timeout_seconds: float) -> None:
 
 @contextlib.contextmanager
 def errors_of(uri: str, absent_is_none: bool = False) -> Iterator[None]:
-    """Turn MLflow's exceptions into `PipelineError`; with `absent_is_none`, swallow "there is no such thing"."""
+    """Turn the exceptions of MLflow and of its requests for artifacts into `PipelineError`; with `absent_is_none`, swallow
+    "there is no such thing"."""
     try:
         yield
     except MlflowException as error:
@@ -290,6 +303,9 @@ def errors_of(uri: str, absent_is_none: bool = False) -> Iterator[None]:
             return
         line = (str(error).strip() or error.error_code).splitlines()[0]
         raise PipelineError(f"The MLflow store {_without_password(uri)} refused: {line}", STORE_REMEDY) from error
+    except RequestException as error:
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise PipelineError(f"The MLflow store {_without_password(uri)} failed: {line}", STORE_REMEDY) from error
 
 
 def _milliseconds(seconds: float | None) -> int | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import os
 import resource
 import sys
@@ -147,10 +146,9 @@ def stage_run(
     if tracking is None or not main_process:
         yield Untracked()
         return
-    from pipeline.adapters.mlflow_store import RunStore, check_store, git_tags, resolve_tracking_uri
+    from pipeline.adapters.mlflow_store import RunStore, check_store, git_tags, limit_requests, resolve_tracking_uri
 
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")  # its own would hold the stage up for minutes
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", str(math.ceil(tracking.timeout_seconds)))
+    limit_requests(tracking.timeout_seconds)
     uri = resolve_tracking_uri(tracking.tracking_uri, root)
     check_store(uri, tracking.timeout_seconds)
     store = RunStore(uri)

@@ -23,8 +23,17 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from pipeline.adapters.mlflow_store import RunStore, check_store, child_of, is_child
+from pipeline.adapters.mlflow_store import (
+    RunStore,
+    check_store,
+    child_of,
+    git_tags,
+    is_child,
+    is_gone,
+    limit_requests,
+)
 from pipeline.adapters.mlflow_tracking import curve_points
+from pipeline.core.errors import PipelineError
 
 LIVE = "distill"  # the stage that is tracked while it works
 
@@ -77,11 +86,19 @@ def join_live(store: RunStore, experiment_name: str, parent: str, stage: Finishe
     log_finished(store, experiment_name, parent, replace(stage, tags=tags))
 
 
-def log_report(uri: str, timeout_seconds: float, parent: str, config: str, page: Path, began: float) -> None:
-    """Log the report, begun at `began` (Unix seconds) and finished now, as a child of the run `parent` in the store `uri`."""
+def log_report(
+    uri: str, timeout_seconds: float, parent: str, config: str, page: Path, began: float, root: Path
+) -> None:
+    """Log the report of the project `root`, begun at `began` (Unix seconds) and finished now, as a child of the run `parent`
+    in the store `uri`."""
+    if is_gone(uri):
+        raise PipelineError(
+            f"The MLflow store {uri} is gone.", "bring it back, or register anew: `dvc repro register`."
+        )
+    limit_requests(timeout_seconds)
     check_store(uri, timeout_seconds)
     store = RunStore(uri)
-    tags = {**child_of(parent), "stage": "report"}
+    tags = {**child_of(parent), "stage": "report", **git_tags(root)}
     with store.run(store.experiment_of(parent), "report", tags, (began, time.time())) as run_id:
         store.log_text(run_id, "config.yaml", config)
         store.log_files(run_id, {page.name: page})

@@ -133,7 +133,11 @@ def _tiles(documents: Documents) -> list[tuple[str, Cell]]:
     """The headline figures, each with its caption."""
     metrics = documents.metrics
     domain, settings, lossless = metrics["domain"], metrics["settings"], metrics["lossless"]
-    chosen = {"dev": "chosen on dev prompts", "configuration": "set in the configuration"}
+    chosen = {
+        "dev": "chosen on dev prompts",
+        "configuration": "set in the configuration",
+        "costs": "the cheapest: there were no dev prompts",
+    }
     return [
         (f"token acceptance on {domain}", measure_cell(found(metrics, CANDIDATE, domain, TOKEN_ACCEPTANCE), "share")),
         (f"speedup on {domain}", measure_cell(found(metrics, CANDIDATE, domain, "speedup"), "ratio")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -13,8 +14,13 @@ REQUESTS = pa.schema(
     [
         ("request", pa.int64()),  # its number
         ("candidate", pa.string()),
-        ("condition", pa.string()),  # headline, or what was varied: draft_length (on dev prompts), batch, temperature
+        (
+            "condition",
+            pa.string(),
+        ),  # headline, or what was varied: draft_length (on dev prompts), batch, temperature; dev: for the choice of k
         ("batch", pa.int64()),  # requests decoded together
+        ("lot", pa.int64()),  # requests of one candidate and condition with the same number were decoded together
+        ("target_passes", pa.int64()),  # of the lot, prefills included
         ("draft_length", pa.int64()),  # 0: decoded plainly
         ("temperature", pa.float64()),
         ("prompt_id", pa.string()),
@@ -43,6 +49,7 @@ ROUNDS = pa.schema(
         ("drafted", pa.int64()),
         ("accepted", pa.int64()),
         ("emitted", pa.int64()),
+        ("delivered_seconds", pa.float64()),  # since the request came
     ],
     metadata={"schema": "domain-draft/rounds", "schema_version": "2"},
 )
@@ -72,11 +79,18 @@ def write_requests(folder: Path, requests: list[Request]) -> None:
             "drafted": drafted,
             "accepted": accepted,
             "emitted": emitted,
+            "delivered_seconds": delivered,
         }
         for index, request in enumerate(requests)
-        for number, (drafted, accepted, emitted) in enumerate(
-            zip(request.drafted, request.accepted, request.emitted, strict=True)
+        for number, (drafted, accepted, emitted, delivered) in enumerate(
+            zip(request.drafted, request.accepted, request.emitted, _deliveries(request), strict=True)
         )
     ]
     pq.write_table(pa.Table.from_pylist(rows, REQUESTS), folder / "requests.parquet")
     pq.write_table(pa.Table.from_pylist(rounds, ROUNDS), folder / "rounds.parquet")
+
+
+def _deliveries(request: Request) -> list[float]:
+    """Seconds from the coming of a request to the delivery of each round; the first token came before with the prefill."""
+    tokens = request.ttft_seconds + np.cumsum([0.0, *request.gaps_seconds])
+    return tokens[np.cumsum(request.emitted, dtype=int)].tolist()

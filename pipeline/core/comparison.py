@@ -60,7 +60,7 @@ from pipeline.core.models import max_positions
 from pipeline.core.packing import decoding_view
 from pipeline.core.sampling import Sampling
 
-COST_REPEATS = 9
+HEADLINE_COST_REPEATS = 9
 EXPERT_TEXTS = 16  # golden prompts with answers over which the experts of a mixture are counted
 GAP_WORTH_A_WARNING = 0.1
 PROMPT_LENGTHS = ((1024, "under 1k"), (4096, "1k to 4k"), (16_384, "4k to 16k"), (1 << 62, "above 16k"))  # tokens
@@ -103,9 +103,10 @@ def evaluate(
     dev_agreement = agreement_metrics(
         agreement(models, DISTILLED, own_dev, decode.sampling, config) if own_dev else [], config.bootstrap_samples
     )
+    chosen_on = "configuration" if decode.draft_length else "dev" if conditions.expected[DISTILLED] else "costs"
     metrics = {
         "domain": models.domain,
-        "settings": _settings(models, decode, settings),
+        "settings": _settings(models, decode, settings, chosen_on),
         "draft_lengths": lengths,
         "cost_ratios": {name: own.cost_ratio for name, own in costs.items()},
         "candidates": candidates,
@@ -115,7 +116,7 @@ def evaluate(
         **_side_tables(conditions, dev, golden, candidates),
         "versus_champion": versus_champion(requests, agreements, lengths, config.bootstrap_samples),
         "dev": dev_agreement,
-        "lossless": _lossless(models, timed, requests, plain, settings, config, seed),
+        "lossless": _as_far_as_it_fits(lambda: _lossless(models, timed, requests, plain, settings, config, seed)),
         "reference": _reference(models.target, timed[: config.reference_prompts], plain, settings),
         "costs": costs[DISTILLED].document(),
         "memory": memory(models, timed, config.max_new_tokens, lengths, candidates),
@@ -147,11 +148,11 @@ def _tuned(
         allowed_token_ids=models.vocabulary,
         **vars(sampling),
     )
-    by_position = dev_acceptance(packed, tuned, settings, seed)
+    by_position, requests = dev_acceptance(packed, tuned, settings, seed)
     expected = expected_acceptances(packed, [] if decode.draft_length else tuned, by_position, settings, config)
     chosen = suited_lengths(packed, expected, costs, decode, config)
     settings = dataclasses.replace(settings, draft_length=chosen[DISTILLED])
-    return Conditions(packed, expected, costs, chosen, decode, settings, config, seed)
+    return Conditions(packed, expected, costs, chosen, decode, settings, config, seed, requests)
 
 
 def _side_tables(
@@ -183,12 +184,12 @@ def _side_tables(
     return {**tables.pop(domain), "other_domains": tables}
 
 
-def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -> dict[str, Any]:
+def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig, chosen_on: str) -> dict[str, Any]:
     """How was decoded, for metrics.json."""
     return {
         **vars(decode),
         "draft_length": used.draft_length,
-        "draft_length_chosen_on": "configuration" if decode.draft_length else "dev",
+        "draft_length_chosen_on": chosen_on,
         "max_new_tokens": used.max_new_tokens,
         "head_tokens": len(models.drafts[DISTILLED].token_ids),
         "dtype": str(models.target.dtype).removeprefix("torch."),
@@ -199,7 +200,7 @@ def _settings(models: Contestants, decode: DecodeSettings, used: DecodeConfig) -
 def _costs(models: Contestants, dev: list[Answer], lengths: list[int], sampling: Sampling) -> cost_model.Costs:
     """Times of a draft step and of target passes, and the experts that those touch on dev answers."""
     draft = models.drafter()
-    costs = measure_costs(models.target, draft, lengths, CONTEXT_TOKENS, COST_REPEATS, sampling=sampling)
+    costs = measure_costs(models.target, draft, lengths, CONTEXT_TOKENS, HEADLINE_COST_REPEATS, sampling=sampling)
     texts = [answer.prompt_ids.tolist() + answer.answer_ids.tolist() for answer in dev[:EXPERT_TEXTS]]
     costs.experts_touched = experts_touched(models.target, texts, [k + 1 for k in (0, *lengths)])
     return costs
@@ -280,15 +281,15 @@ def _candidates(
     return result
 
 
-def _lossless(models: Contestants, *measured: Any) -> dict[str, Any]:
-    """`_compared_in_float32`, or why that could not be: what was measured before is not lost."""
+def _as_far_as_it_fits(lossless: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The result of `_lossless`, or why there is none: what was measured before is not lost."""
     try:
-        return _compared_in_float32(models, *measured)
+        return lossless()
     except torch.OutOfMemoryError:
         return {**no_data("float32 copies of the models do not fit into memory beside them"), "departures": []}
 
 
-def _compared_in_float32(
+def _lossless(
     models: Contestants,
     timed: list[Answer],
     requests: list[Request],

@@ -28,7 +28,6 @@ from pipeline.core.evaluation import (
     teacher_forced,
     time_candidates,
     time_lot,
-    time_one,
 )
 from pipeline.core.evaluation_settings import (
     CHAMPION,
@@ -62,14 +61,19 @@ def pick(answers: list[Answer], count: int) -> list[Answer]:
     return sorted(answers, key=lambda answer: hashlib.sha256(answer.prompt_id.encode()).digest())[:count]
 
 
-def dev_acceptance(models: Contestants, dev: list[Answer], settings: DecodeConfig, seed: int) -> list[float] | None:
-    """Acceptance by position of `settings.draft_length` drafted tokens on `dev`; None if there is nothing to count."""
-    decoder = Decoder(models.target, models.drafter(), settings)
-    sequences = []
-    for answer in tqdm(dev, desc="acceptance on dev", unit=" prompts"):
-        rounds = time_one(decoder, answer.prompt_ids.tolist(), seed).sequence.rounds
-        sequences.append([(block.accepted, block.drafted) for block in rounds])
-    return acceptance_by_position(sequences, settings.draft_length)
+def dev_acceptance(
+    models: Contestants, dev: list[Answer], settings: DecodeConfig, seed: int
+) -> tuple[list[float] | None, list[Request]]:
+    """Acceptance by position of `settings.draft_length` drafted tokens on `dev`, None if there is nothing to count, and the
+    requests that it was counted in, without plain ones beside them."""
+    engine = Engine(models.target, settings, condition="dev")
+    engine.add(DISTILLED, models.drafter())
+    requests = []
+    for lot, answer in enumerate(tqdm(dev, desc="acceptance on dev", unit=" prompts")):
+        (run,) = time_lot(engine.decoders[DISTILLED], [answer], seed)
+        requests.append(engine.request(DISTILLED, answer, run, None, lot))
+    blocks = [list(zip(request.accepted, request.drafted, strict=True)) for request in requests]
+    return acceptance_by_position(blocks, settings.draft_length), requests
 
 
 def agreement(
@@ -201,9 +205,7 @@ class Conditions:
     config: EvaluateConfig
     seed: int
     requests: list[Request] = dataclasses.field(default_factory=list)  # those decoded plainly too
-    loaded: dict[tuple, dict[str, cost_model.Costs]] = dataclasses.field(
-        default_factory=dict
-    )  # by batch size and names
+    measured: dict[tuple, dict[str, cost_model.Costs]] = dataclasses.field(default_factory=dict)  # see `_costs_at`
 
     @property
     def names(self) -> list[str]:
@@ -243,12 +245,13 @@ class Conditions:
             if temperature == self.settings.temperature:
                 continue
             other = dataclasses.replace(self.settings, temperature=temperature)
+            costs = self._costs_at(1, tuple(self.names), other.sampling)
             found = self._timed(prompts, other, lengths, "temperature", f"temperature {temperature:g}")
             for name, measures in found.items():
                 measures |= agreement_metrics(
                     agreement(self.models, name, prompts, other.sampling, self.config), self.config.bootstrap_samples
                 )
-                measures["predicted_speedup"] = predictions(measures, lengths[name], self.costs[name])
+                measures["predicted_speedup"] = predictions(measures, lengths[name], costs[name])
             rows.append({"temperature": temperature, **_row(found)})
         return rows
 
@@ -295,7 +298,7 @@ class Conditions:
                 return {**row, "others": {**others, **row["others"]}}
             except torch.OutOfMemoryError:  # what was measured before is not lost
                 reason = f"{size} requests together do not fit into memory"
-                others = {name: _no_row(f"{reason} with all candidates") for name in names if name != DISTILLED}
+                others |= {name: _no_row(f"{reason} with all candidates") for name in names if name != DISTILLED}
             torch.cuda.empty_cache()  # the exception holds its tensors no more
         return {**_no_row(reason), "others": others}
 
@@ -303,7 +306,7 @@ class Conditions:
         self, lots: list[list[Answer]], size: int, agreed: dict[str, dict], names: tuple[str, ...]
     ) -> dict[str, Any]:
         """A row but for its size."""
-        costs = self._costs_at(size, names)
+        costs = self._costs_at(size, names, self.decode.sampling)
         chosen = suited_lengths(self.models, self.expected, costs, self.decode, self.config)
         found = self._lots_timed(lots, chosen)
         for name, measures in found.items():
@@ -312,14 +315,15 @@ class Conditions:
             measures["costs"] = costs[name].document()
         return _row(found)
 
-    def _costs_at(self, size: int, names: tuple[str, ...]) -> dict[str, cost_model.Costs]:
-        """The costs of the candidates `names` with `size` requests together, measured once."""
-        if (size, names) not in self.loaded:
-            models, config, sampling = self.models, self.config, self.decode.sampling
+    def _costs_at(self, size: int, names: tuple[str, ...], sampling: Sampling) -> dict[str, cost_model.Costs]:
+        """The costs of the candidates `names` with `size` requests together, drafted as `sampling` says; measured once."""
+        key = (size, names, *vars(sampling).values())
+        if key not in self.measured:
+            models, config = self.models, self.config
             lengths = check_draft_lengths(self.decode, config)
             own = measure_costs(models.target, models.drafter(), lengths, CONTEXT_TOKENS, COST_REPEATS, size, sampling)
-            self.loaded[size, names] = costs_of_candidates(models, names, own, config, sampling, size)
-        return self.loaded[size, names]
+            self.measured[key] = costs_of_candidates(models, names, own, config, sampling, size)
+        return self.measured[key]
 
     def _lots_timed(self, lots: list[list[Answer]], lengths: dict[str, int]) -> dict[str, dict[str, Any]]:
         """The metrics of each candidate of `lengths` on the lots.
@@ -331,13 +335,13 @@ class Conditions:
         engine = engine_of(self.models, self.settings, self.config, lengths, size, "batch")
         counted = self._counted(engine, lots)
         requests = [
-            (str(index), engine.request(name, answer, own, plain))
+            engine.request(name, answer, own, plain, index, timed[index].target_passes)
             for name, timed in counted.items()
             for index, lot in enumerate(lots)
             for answer, own, plain in zip(lot, timed[index].runs, counted[PLAIN][index].runs, strict=True)
         ]
-        self.requests += [request for _, request in requests]
-        by_lot = [dataclasses.replace(request, cluster=index) for index, request in requests]
+        self.requests += requests
+        by_lot = [dataclasses.replace(request, cluster=str(request.lot)) for request in requests]
         found = _by_candidate(by_lot, lengths, samples)
         for name, measures in found.items():
             measures |= _throughput(counted[PLAIN], counted[name], size * self.settings.max_new_tokens, samples)
@@ -390,7 +394,7 @@ class _Lot:
     """Prompts decoded together."""
 
     runs: list[Timed]
-    target_passes: int  # each over all rows, or one prompt's prefill
+    target_passes: int  # each over all rows, or over the prompts of a prefill
 
     @property
     def seconds(self) -> float:

@@ -48,6 +48,8 @@ class Request:
     candidate: str
     condition: str  # what it was decoded for: `HEADLINE`, or what else was varied
     batch: int  # requests decoded together
+    lot: int  # those of a candidate that have the same number under a condition were decoded together
+    target_passes: int  # of the lot
     draft_length: int  # k; 0 plainly
     temperature: float
     prompt_id: str
@@ -57,11 +59,11 @@ class Request:
     prompt_tokens: int
     token_ids: list[int]
     seconds: float
-    plain_seconds: float
+    plain_seconds: float | None  # None: no plain run is beside it
     ttft_seconds: float
-    plain_ttft_seconds: float
+    plain_ttft_seconds: float | None
     gaps_seconds: list[float]
-    plain_gaps_seconds: list[float]
+    plain_gaps_seconds: list[float] | None
     drafted: list[int]
     accepted: list[int]
     emitted: list[int]
@@ -116,15 +118,20 @@ class Engine:
         config = dataclasses.replace(self.config, draft_length=draft_length or self.config.draft_length)
         self.decoders[name] = Decoder(self.target, drafter, config, slots=self.slots)
 
-    def request(self, name: str, answer: Answer, run: Timed, plain: Timed) -> Request:
-        """The run of the decoder `name`, beside the plain run of the same prompt."""
-        pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False)
+    def request(
+        self, name: str, answer: Answer, run: Timed, plain: Timed | None, lot: int, target_passes: int | None = None
+    ) -> Request:
+        """The run of the decoder `name`, beside the plain run of the same prompt if there is one; `target_passes` of its lot,
+        if it was not decoded alone."""
+        pairs = zip(run.sequence.token_ids, plain.sequence.token_ids, strict=False) if plain else ()
         departure = next((index for index, (mine, theirs) in enumerate(pairs) if mine != theirs), None)
         rounds = run.sequence.rounds
         return Request(
             candidate=name,
             condition=self.condition,
             batch=self.slots,
+            lot=lot,
+            target_passes=target_passes or 1 + len(rounds),
             draft_length=0 if name == PLAIN else self.decoders[name].config.draft_length,
             temperature=self.config.temperature,
             prompt_id=answer.prompt_id,
@@ -134,11 +141,11 @@ class Engine:
             prompt_tokens=len(answer.prompt_ids),
             token_ids=run.sequence.token_ids,
             seconds=run.seconds,
-            plain_seconds=plain.seconds,
+            plain_seconds=plain and plain.seconds,
             ttft_seconds=run.ttft_seconds,
-            plain_ttft_seconds=plain.ttft_seconds,
+            plain_ttft_seconds=plain and plain.ttft_seconds,
             gaps_seconds=run.gaps_seconds,
-            plain_gaps_seconds=plain.gaps_seconds,
+            plain_gaps_seconds=plain and plain.gaps_seconds,
             drafted=[block.drafted for block in rounds],
             accepted=[block.accepted for block in rounds],
             emitted=[block.emitted for block in rounds],
@@ -147,7 +154,8 @@ class Engine:
 
     def plain_requests(self, answers: list[Answer], runs: list[Timed]) -> list[Request]:
         """The plain runs of `answers` as requests of their own."""
-        return [self.request(PLAIN, answer, run, run) for answer, run in zip(answers, runs, strict=True)]
+        pairs = enumerate(zip(answers, runs, strict=True))
+        return [self.request(PLAIN, answer, run, run, lot) for lot, (answer, run) in pairs]
 
 
 def time_candidates(
@@ -179,7 +187,7 @@ def time_candidates(
                     progress.update(len(runs[name][-1].sequence.token_ids))
             median = {name: sorted(timed, key=lambda run: run.seconds)[repeats // 2] for name, timed in runs.items()}
             plain_runs.append(median[PLAIN])
-            requests += [engine.request(name, answer, median[name], median[PLAIN]) for name in names[1:]]
+            requests += [engine.request(name, answer, median[name], median[PLAIN], index) for name in names[1:]]
     return requests, plain_runs
 
 

@@ -333,15 +333,17 @@ def decoded_tokens(config: EvaluateConfig, golden: dict[str, int], domain: str) 
     own = min(config.timed_prompts, golden[domain])
     compared = min(config.baseline_prompts, own) + (others if config.baselines_everywhere else 0)
     baselines = (2 + len(config.siblings)) * compared
-    runs = 2 * (own + others) + baselines + config.reference_prompts + config.dev_prompts
+    timed = 2 * (own + others) + baselines
     for prompts, conditions in (
         (config.sweep_prompts, config.draft_lengths),
         (config.temperature_prompts, config.temperatures),
         (config.batch_prompts, config.batch_sizes),
     ):
         candidates = 4 + len(config.siblings) if config.baselines_everywhere else 2
-        elsewhere = [min(config.condition_prompts_other, n) for name, n in golden.items() if name != domain]
-        runs += candidates * sum([min(prompts, golden[domain]), *elsewhere]) * len(conditions)
+        most = config.condition_prompts_other if prompts else 0
+        elsewhere = [min(most, count) for name, count in golden.items() if name != domain]
+        timed += candidates * sum([min(prompts, golden[domain]), *elsewhere]) * len(conditions)
+    runs = timed * config.repeats + config.reference_prompts + config.dev_prompts
     return runs * config.max_new_tokens + 2 * config.lossless_prompts * config.lossless_new_tokens
 
 

@@ -104,7 +104,8 @@ def test_the_best_draft_is_the_fastest_of_those_that_keep_the_rate():
 def request(tokens: list[int], prompt_id: str, departure: int | None) -> Request:
     times = {"seconds": 1.0, "plain_seconds": 1.0, "ttft_seconds": 0.1, "plain_ttft_seconds": 0.1}
     times |= {"gaps_seconds": [], "plain_gaps_seconds": []}
-    names = {"candidate": "draft", "condition": "headline", "batch": 1, "draft_length": 3, "temperature": 0.0}
+    names = {"candidate": "draft", "condition": "headline", "batch": 1, "lot": 0, "target_passes": 1}
+    names |= {"draft_length": 3, "temperature": 0.0}
     names |= {"prompt_id": prompt_id, "domain": "legal", "task": "t", "cluster": prompt_id}
     counts = {"prompt_tokens": 1, "drafted": [], "accepted": [], "emitted": []}
     return Request(**names, **times, **counts, token_ids=tokens, first_departure=departure)

@@ -13,7 +13,7 @@ import torch
 from tiny_models import noisy_copy, tiny_llama, uncached_greedy
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-from pipeline.core import conditions, evaluation
+from pipeline.core import comparison, conditions, evaluation
 from pipeline.core.answers import Answer
 from pipeline.core.comparison import _warnings, evaluate, served_gap, summarise
 from pipeline.core.conditions import expected_acceptances, suited_lengths, versus_champion
@@ -105,10 +105,11 @@ def test_other_conditions_are_rows_of_their_own(pair):
     own, plain = ({key: n for key, n in decoded.items() if key[1] == name} for name in ("distilled", "plain"))
     assert own == {
         ("draft_length", "distilled", 1, 0.0): 2, ("batch", "distilled", 2, 0.0): 4, ("batch", "distilled", 4, 0.0): 4,
-        ("temperature", "distilled", 1, 0.7): 2,
+        ("temperature", "distilled", 1, 0.7): 2, ("dev", "distilled", 1, 0.0): 2,
     }  # fmt: skip
-    assert list(plain.values()) == list(own.values()) and len(decoded) == len(own) + len(plain), (
-        "each beside its plain run"
+    own.pop(("dev", "distilled", 1, 0.0))
+    assert sorted(plain.values()) == sorted(own.values()) and len(decoded) == len(own) + len(plain) + 1, (
+        "with plain runs"
     )
     swept = [r for r in outcome.requests if (r.condition, r.candidate) == ("draft_length", "distilled")]
     assert [r.draft_length for r in swept] == [1, 2] and max(swept[0].drafted) == 1
@@ -128,6 +129,15 @@ def test_other_conditions_are_rows_of_their_own(pair):
     rounds = [r for r in outcome.requests if (r.condition, r.candidate, r.batch) == ("batch", "distilled", 2)]
     counted = sum(sum(r.accepted) for r in rounds) / sum(sum(r.drafted) for r in rounds)
     assert two["acceptance_rate"]["value"] == pytest.approx(counted), "the raw counts give the row's figure"
+    lots = {(r.candidate, r.lot): r for r in outcome.requests if (r.condition, r.batch) == ("batch", 2)}
+    passes = [sum(lots[name, lot].target_passes for lot in (0, 1)) for name in ("distilled", "plain")]
+    assert two["target_passes_saved"]["value"] == pytest.approx(1 - passes[0] / passes[1])
+    longest = collections.defaultdict(float)
+    for r in outcome.requests:
+        if (r.condition, r.batch) == ("batch", 2):
+            longest[r.candidate, r.lot] = max(longest[r.candidate, r.lot], r.seconds)
+    seconds = [sum(longest[name, lot] for lot in (0, 1)) for name in ("plain", "distilled")]
+    assert two["speedup"]["value"] == pytest.approx(seconds[0] / seconds[1])
     assert two["others"] == {}
     assert two["draft_length"] in (1, 2) and 0 < two["acceptance_rate"]["value"] <= 1
     assert eight["speedup"]["value"] is None
@@ -152,9 +162,15 @@ def test_other_conditions_are_rows_of_their_own(pair):
     assert lookup["draft_share"] == 0 and lookup["memory_efficiency"]["reason"] == "it takes no memory"
 
 
-def test_every_candidate_drafts_at_the_length_that_suits_it(pair):
+def test_every_candidate_drafts_at_the_length_that_suits_it(pair, monkeypatch):
     """The champion at the one that it is served with; acceptance rates at different lengths are not compared."""
     target, draft = pair
+
+    def measured(target, drafter, lengths, *_, **__):
+        return Costs(0.3, {k: 1 + 0.1 * k for k in (0, *lengths)})
+
+    for module in (comparison, conditions):
+        monkeypatch.setattr(module, "measure_costs", measured)
     golden = answers(target, 5, "legal")
     models = contestants(target, draft)
     models.drafts["champion"] = Draft(noisy_copy(target, 0.05), list(range(100)), draft_length=4)
@@ -163,7 +179,8 @@ def test_every_candidate_drafts_at_the_length_that_suits_it(pair):
     lengths, own = outcome.metrics["draft_lengths"], outcome.metrics["settings"]["draft_length"]
     assert lengths["distilled"] == own and lengths["champion"] == 4
     assert lengths["undistilled"] == 2, "a draft that guesses nothing drafts as little as it may"
-    longest = {name: max(max(r.drafted) for r in outcome.requests if r.candidate == name) for name in lengths}
+    headline = [r for r in outcome.requests if r.condition == "headline"]
+    longest = {name: max(max(r.drafted) for r in headline if r.candidate == name) for name in lengths}
     assert longest["champion"] == 4 and longest["undistilled"] == 2 and longest["distilled"] == own
     assert outcome.metrics["candidates"]["champion"]["legal"]["acceptance_rate"]["draft_length"] == 4
     versus = outcome.metrics["versus_champion"]["legal"]
@@ -305,13 +322,23 @@ def test_where_all_candidates_do_not_fit_the_draft_is_measured_alone(pair, monke
         assert own["speedup"]["reason"] == "2 requests together do not fit into memory with all candidates"
         assert own["draft_length"] is None and own["costs"] is None
 
+    def full(*_):
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(conditions.Conditions, "_under_load", full)
+    (two,) = evaluate(contestants(target, draft), golden[:3], golden, DecodeSettings(), config, seed=0).metrics[
+        "by_batch"
+    ]
+    assert two["speedup"]["reason"] == "2 requests together do not fit into memory" and len(two["others"]) == 2
+
 
 def test_what_was_not_decoded_has_its_reason(pair):
     """Neither lookup, which takes no memory, nor the undistilled draft decodes anything."""
     target, draft = pair
     golden = answers(target, 4, "legal")
     config = dataclasses.replace(CONFIG, baseline_prompts=0, batch_sizes=[])
-    metrics = evaluate(contestants(target, draft), golden[:2], golden, DecodeSettings(), config, seed=0).metrics
+    metrics = evaluate(contestants(target, draft), [], golden, DecodeSettings(), config, seed=0).metrics
+    assert metrics["settings"]["draft_length_chosen_on"] == "costs" and metrics["by_draft_length"] == []
     efficiency = {name: own["memory_efficiency"] for name, own in metrics["memory"]["candidates"].items()}
     assert efficiency["prompt_lookup"]["reason"] == "it takes no memory"
     assert efficiency["undistilled"]["reason"] == "not measured in this domain" and efficiency["distilled"]["value"] > 0

@@ -16,6 +16,8 @@ RUN = Request(
     candidate="distilled",
     condition="headline",
     batch=1,
+    lot=0,
+    target_passes=3,
     draft_length=3,
     temperature=0.0,
     prompt_id="p",
@@ -68,15 +70,24 @@ def test_the_gap_is_that_of_the_float32_logits(target):
 
 
 def test_raw_counts_are_one_row_per_request_and_round(tmp_path):
-    under_load = dataclasses.replace(RUN, condition="batch", batch=4, draft_length=2)
-    write_requests(tmp_path, [RUN, dataclasses.replace(RUN, candidate="prompt_lookup"), under_load])
+    run = dataclasses.replace(RUN, token_ids=[4, 6, 7, 8], gaps_seconds=[0.5, 0.0, 0.4])
+    under_load = dataclasses.replace(run, condition="batch", batch=4, lot=1, target_passes=9, draft_length=2)
+    alone = dataclasses.replace(
+        run, candidate="prompt_lookup", plain_seconds=None, plain_ttft_seconds=None, plain_gaps_seconds=None
+    )
+    write_requests(tmp_path, [run, alone, under_load])
     requests, rounds = (pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("requests", "rounds"))
     assert [row["candidate"] for row in requests] == ["distilled", "prompt_lookup", "distilled"]
-    names = ("request", "condition", "batch", "draft_length", "temperature", "tokens_drafted", "tokens_accepted")
+    assert [row["plain_seconds"] for row in requests] == [2.0, None, 2.0]
+    names = (
+        "request", "condition", "batch", "lot", "target_passes", "draft_length", "temperature", "tokens_drafted", "tokens_accepted"
+    )  # fmt: skip
     assert [tuple(row[name] for name in names) for row in requests[::2]] == [
-        (0, "headline", 1, 3, 0.0, 4, 2),
-        (2, "batch", 4, 2, 0.0, 4, 2),
+        (0, "headline", 1, 0, 3, 3, 0.0, 4, 2),
+        (2, "batch", 4, 1, 9, 2, 0.0, 4, 2),
     ]
     for number in range(3):
         own = [(row["drafted"], row["accepted"], row["emitted"]) for row in rounds if row["request"] == number]
         assert own == [(3, 1, 2), (1, 1, 1)], "each round names its request"
+        delivered = [row["delivered_seconds"] for row in rounds if row["request"] == number]
+        assert delivered == pytest.approx([0.6, 1.0]), "the first token came after 0.1 s, two more 0.5 s later"

@@ -260,6 +260,11 @@ def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     elsewhere = dataclasses.replace(config, condition_prompts_other=6)
     more = 2 * 6 * (1 + 1 + 2) * 10
     assert footprint.decoded_tokens(elsewhere, {"legal": 5, "code": 9}, "legal") == expected + more
+    nothing = dataclasses.replace(elsewhere, sweep_prompts=0)
+    assert footprint.decoded_tokens(nothing, {"legal": 5, "code": 9}, "legal") == expected + (2 * 6 * 3 - 2) * 10
+    again = dataclasses.replace(config, repeats=3)
+    once_only = (3 + 2) * 10 + 2 * 4 * 5
+    assert footprint.decoded_tokens(again, {"legal": 5, "code": 9}, "legal") == 3 * (expected - once_only) + once_only
     everyone = dataclasses.replace(config, baselines_everywhere=True)
     more = 2 * 6 + (4 - 2) * (1 * 1 + 3 * 1 + 5 * 2)
     assert footprint.decoded_tokens(everyone, {"legal": 5, "code": 9}, "legal") == expected + more * 10

@@ -110,7 +110,7 @@ def requests_of(*pairs: tuple[list[float], list[float]]) -> list[Request]:
     """One request per pair of gaps, with the draft and without, each of a document of its own."""
     return [
         Request(
-            "distilled", "headline", 1, 3, 0.0, str(index), "legal", "continuation", str(index), 8, [0], 2.0, 3.0, 0.2, 0.1, ours, plain, [2], [1],
+            "distilled", "headline", 1, index, 2, 3, 0.0, str(index), "legal", "continuation", str(index), 8, [0], 2.0, 3.0, 0.2, 0.1, ours, plain, [2], [1],
             [2], None,
         )
         for index, (ours, plain) in enumerate(pairs)
