@@ -36,7 +36,7 @@ promote: $(INSTALLED)
 
 test: $(INSTALLED)
 	@echo "==> Running the tests"
-	@$(RUN) python -m pytest -n logical --maxprocesses 4 --dist loadfile
+	@$(RUN) python -m pytest -n logical --maxprocesses 4 --dist loadgroup
 
 smoke: $(INSTALLED)
 	@echo "==> The whole pipeline on a tiny model, in .cache/smoke"

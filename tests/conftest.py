@@ -12,6 +12,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes share the core
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Where several processes share the tests, one runs those of a file, and one all that use `clone`, in the usual order: they
+    build on what the ones before them left there."""
+    for item in items:
+        item.add_marker(
+            pytest.mark.xdist_group("clone" if "clone" in item.fixturenames else item.nodeid.split("::")[0])
+        )
+
+
 @pytest.fixture(scope="session")
 def clone(tmp_path_factory) -> Path:
     """A copy of the project in which `make repro ARGS=experiment=smoke` has run once."""
