@@ -175,7 +175,7 @@ def _mend(config: RegistryConfig, store: MlflowStore, replace: bool = False) -> 
     """The registry's champion; data/champion/metrics.json is made to say the same, and a promotion is closed with that.
 
     Another model's file stays, unless it is to `replace`. Raises `PipelineError` when the champion's evidence cannot be
-    read.
+    read, and when the file names a version that this store never had: it may be the only copy of its figures.
     """
     from pipeline.adapters.mlflow_promotion import close_promotion
 
@@ -199,6 +199,12 @@ def _mend(config: RegistryConfig, store: MlflowStore, replace: bool = False) -> 
         if said is not None:
             print(f"{CHAMPION_FILE} {said}")
     elif path.exists():
+        if found and owner == name and store.version_fingerprint(name, found["version"]) != found["fingerprint"]:
+            raise PipelineError(
+                f"{CHAMPION_FILE} names {name} version {found['version']} (in {found['tracking_uri'] or 'mlflow.db'}), which"
+                f" the MLflow store {store} lacks.",
+                f"point MLFLOW_TRACKING_URI at the store that has it, or delete {CHAMPION_FILE} if there is none any more.",
+            )
         path.unlink()
         named = "could not be read" if found is None else f"named version {found['version']}"
         print(f"{CHAMPION_FILE} {named}, the registry has no champion: removed")

@@ -37,8 +37,13 @@ def condition_tables(metrics: dict[str, Any]) -> dict[str, Table]:
         "batches": _row_table(metrics, "batch", "requests together", SERVED_BRIEFLY, predicted=True),
         "batch_waits": _row_table(metrics, "batch", "requests together", WAITS),
         "temperatures": _row_table(
-            metrics, "temperature", "temperature", (*ENGINES, "token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3])
+            metrics,
+            "temperature",
+            "temperature",
+            ("token_acceptance_trimmed_head", *SERVED_BRIEFLY[:3]),
+            predicted=True,
         ),
+        "temperature_engines": _row_table(metrics, "temperature", "temperature", tuple(ENGINES)),
         "engines": _engine_table(metrics),
         "memory": _memory_table(metrics),
         "champion": _champion_table(metrics),

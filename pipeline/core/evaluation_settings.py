@@ -18,6 +18,12 @@ MAY_BE_ZERO = (
     "temperature_prompts", "condition_prompts_other",
 )  # fmt: skip
 
+LEAST = {
+    "max_new_tokens": 2,  # the first token comes from the prefill
+    "lossless_new_tokens": 2,
+    "bootstrap_samples": 100,  # ends of 95 % intervals are among the outermost few
+}
+
 
 @dataclass
 class DecodeSettings(Sampling):
@@ -91,7 +97,7 @@ class EvaluateConfig:
         for name, value in vars(self).items():
             if isinstance(value, list | bool):
                 continue
-            least = 0 if name in MAY_BE_ZERO else 1
+            least = LEAST.get(name, 0 if name in MAY_BE_ZERO else 1)
             if not least <= value < float("inf"):
                 raise ValueError(f"evaluate.{name} must be >= {least}, got {value}")
 

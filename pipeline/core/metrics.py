@@ -128,7 +128,7 @@ def quantile_measures(
     groups: Sequence[Sequence[float]], quantiles: Sequence[float], clusters: Sequence[str], samples: int
 ) -> list[dict[str, Any]]:
     """Of each quantile of the pooled values of `groups`, of which there is one per prompt and at least one value."""
-    values = np.quantile(np.concatenate(groups), quantiles)
+    values = _quantiles(groups, quantiles)
     drawn = _resampled_quantiles(groups, quantiles, clusters, samples)
     ends = [None] * len(values) if drawn is None else map(interval_of, drawn)
     return [measure(float(value), interval, len(groups)) for value, interval in zip(values, ends, strict=True)]
@@ -142,7 +142,7 @@ def quantile_ratio_measure(
     samples: int,
 ) -> dict[str, Any]:
     """A quantile of the pooled values of `ours` / that of `theirs`, paired by prompt; each has at least one value."""
-    value, other = (np.quantile(np.concatenate(groups), quantile) for groups in (ours, theirs))
+    value, other = (_quantiles(groups, [quantile])[0] for groups in (ours, theirs))
     drawn = [_resampled_quantiles(groups, [quantile], clusters, samples) for groups in (ours, theirs)]
     interval = None if drawn[0] is None else interval_of(drawn[0] / drawn[1])
     return measure(float(value / other), interval, len(ours))
@@ -160,6 +160,12 @@ def deviation_measure(groups: Sequence[Sequence[float]], clusters: Sequence[str]
         variance = drawn[2] / drawn[3] - (drawn[0] / drawn[1]) ** 2
         interval = interval_of(np.sqrt(np.clip(variance, 0, None)))
     return measure(float(np.std(every)), interval, len(groups))
+
+
+def _quantiles(groups: Sequence[Sequence[float]], quantiles: Sequence[float]) -> np.ndarray:
+    """Of the pooled values, each one of them, as `_resampled_quantiles` takes it: an interpolated one could lie outside its
+    own interval."""
+    return np.quantile(np.concatenate(groups), quantiles, method="inverted_cdf")
 
 
 def _resampled_quantiles(

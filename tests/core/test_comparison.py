@@ -30,7 +30,7 @@ CONFIG = EvaluateConfig(
     repeats=1, sweep_prompts=0, batch_sizes=[2], batch_prompts=4, temperatures=[0.7], temperature_prompts=2, condition_prompts_other=0, baselines_everywhere=False,
     max_new_tokens=12, timed_prompts=3, timed_prompts_other=1, baseline_prompts=2, reference_prompts=1, dev_prompts=2,
     draft_lengths=[1, 2], lookup_ngram=2, lossless_prompts=2, lossless_new_tokens=8, near_tie_gap=0.5,
-    bootstrap_samples=50, tokens_per_forward=200,
+    bootstrap_samples=100, tokens_per_forward=200,
 )  # fmt: skip
 
 

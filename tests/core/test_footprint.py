@@ -252,7 +252,7 @@ def test_decoded_tokens_are_bounded_by_the_golden_prompts():
     repeats=1, sweep_prompts=1, batch_sizes=[2, 4], batch_prompts=8, temperatures=[0.7], baselines_everywhere=False, temperature_prompts=3, condition_prompts_other=0,
         max_new_tokens=10, timed_prompts=24, timed_prompts_other=6, baseline_prompts=12, reference_prompts=3,
         dev_prompts=2, draft_lengths=[1], lookup_ngram=3, lossless_prompts=4, lossless_new_tokens=5, near_tie_gap=0.5,
-        bootstrap_samples=10, tokens_per_forward=64,
+        bootstrap_samples=100, tokens_per_forward=64,
     )  # fmt: skip
     own, others, baselines, once = 2 * 5, 2 * 6, 2 * 5, 3 + 2
     expected = (own + others + baselines + once + 2 * (1 * 1 + 3 * 1 + 5 * 2)) * 10 + 2 * 4 * 5

@@ -186,5 +186,10 @@ def test_quantiles_of_resampled_documents_are_those_of_their_pooled_values():
         drawn.append(np.quantile(pooled, [0.5, 0.99], method="inverted_cdf"))
     for entry, values in zip(found, np.transpose(drawn), strict=True):
         assert entry["interval"] == pytest.approx(np.quantile(values, [0.025, 0.975]))
-    assert [entry["value"] for entry in found] == pytest.approx(np.quantile(np.concatenate(groups), [0.5, 0.99]))
+    own = np.quantile(np.concatenate(groups), [0.5, 0.99], method="inverted_cdf")
+    assert [entry["value"] for entry in found] == pytest.approx(own)
+    for seed in range(50):  # few documents
+        groups = [np.random.default_rng((seed, index)).exponential(size=20).tolist() for index in range(4)]
+        (entry,) = quantile_measures(groups, [0.95], ["a", "b", "c", "d"], 200)
+        assert entry["interval"][0] <= entry["value"] <= entry["interval"][1]
     assert quantile_measures(groups, [0.5], ["a"] * 4, 20)[0]["interval"] is None
