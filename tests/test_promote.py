@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
@@ -243,6 +244,26 @@ def test_an_alias_moved_by_hand_is_said_and_the_file_mended(registry, capsys):
     promote.show(registry.config)
     assert "named version 3, the registry has no champion: removed" in capsys.readouterr().out
     assert registry.aliases() == (None, "2")
+
+
+@pytest.mark.parametrize("elsewhere", ["empty", "another version 1"])
+def test_a_store_that_lacks_the_champion_does_not_take_its_figures_away(embedded, tmp_path, elsewhere):
+    """They may be the only copy: another store was named, or this one was lost."""
+    embedded.add(acceptance=0.5)
+    promote.promote(embedded.config)
+    path = embedded.root / promote.CHAMPION_FILE
+    before = path.read_bytes()
+    uri = f"sqlite:///{tmp_path}/other.db"
+    check_store(uri, 10.0)
+    other = Registry(embedded.root, dataclasses.replace(embedded.config, tracking_uri=uri), MlflowStore(uri))
+    if elsewhere != "empty":
+        other.add(acceptance=0.7)
+    for call_it in (promote.show, *([promote.promote] if elsewhere != "empty" else [])):
+        with pytest.raises(PipelineError, match=f"version 1 .*{re.escape(uri)} lacks") as error:
+            call_it(other.config)
+        assert "MLFLOW_TRACKING_URI" in error.value.remedy and path.read_bytes() == before
+    promote.show(embedded.config)
+    assert path.read_bytes() == before
 
 
 def test_a_file_that_is_missing_broken_or_old_is_written_anew(embedded, capsys):

@@ -514,7 +514,10 @@ def test_lengths_that_cannot_be_decoded_are_refused_before_anything_runs(pair):
     ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(change))):
             dataclasses.replace(CONFIG, **change)
-    for change in ({"draft_lengths": []}, {"draft_lengths": [0]}, {"timed_prompts": 0}, {"near_tie_gap": float("nan")}):
+    for change in (
+        {"draft_lengths": []}, {"draft_lengths": [0]}, {"timed_prompts": 0}, {"near_tie_gap": float("nan")}, {"max_new_tokens": 1},
+        {"lossless_new_tokens": 1}, {"bootstrap_samples": 99},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=next(iter(change))):
             dataclasses.replace(CONFIG, **change)
     with pytest.raises(ValueError, match="draft_length"):
