@@ -181,8 +181,8 @@ def _register(
         version = store.register_version(run_id=run_id, model_name=name, tags=tags, **model)
     else:
         store.complete_version(name, version, **model)
-    if store.version_tags(name, version).get("evidence") != tags["evidence"]:
-        store.replace_evidence(name, version, files, card, tags)
+        if store.version_tags(name, version).get("evidence") != tags["evidence"]:
+            store.replace_evidence(name, version, files, card, tags)
     if evidence.verdict["passed"]:
         store.set_alias(name, registry.alias, version)
     return version

@@ -17,9 +17,9 @@ REQUESTS = pa.schema(
         (
             "condition",
             pa.string(),
-        ),  # headline, or what was varied: draft_length (on dev prompts), batch, temperature; dev: for the choice of k
+        ),  # headline; what was varied: draft_length, batch, temperature; dev: where k was chosen
         ("batch", pa.int64()),  # requests decoded together
-        ("lot", pa.int64()),  # requests of one candidate and condition with the same number were decoded together
+        ("lot", pa.int64()),  # same number, and same candidate, condition, batch and domain: decoded together
         ("target_passes", pa.int64()),  # of the lot, prefills included
         ("draft_length", pa.int64()),  # 0: decoded plainly
         ("temperature", pa.float64()),

@@ -48,7 +48,7 @@ class Request:
     candidate: str
     condition: str  # what it was decoded for: `HEADLINE`, or what else was varied
     batch: int  # requests decoded together
-    lot: int  # those of a candidate that have the same number under a condition were decoded together
+    lot: int  # with `batch` > 1: those of a candidate, batch and domain that have the same number were decoded together
     target_passes: int  # of the lot
     draft_length: int  # k; 0 plainly
     temperature: float
