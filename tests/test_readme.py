@@ -82,6 +82,9 @@ def test_own_data_example(clone):
 
 def test_serving_examples(clone):
     """The Python lines of the serving section as they stand, on the draft that the smoke run registered."""
+    checked(
+        [sys.executable, "-m", "pipeline.evaluate", "experiment=smoke"], clone
+    )  # costs at every k, whatever ran before
     section = README[README.index("## Serving the draft") : README.index("## What the decoder guarantees")]
     lines = [line[4:] for line in section.splitlines() if line.startswith("    ") and "vllm serve" not in line]
     (target,) = (clone / ".cache/models").glob("tiny-*")
